@@ -1,0 +1,8 @@
+"""Where treewy meets the layers of Hugging Face: finding Gated DeltaNet layers and redirecting their rule.
+
+Imports point one way: this package may use :mod:`treewy.ops`, never the rest of :mod:`treewy`.
+"""
+
+from treewy.passes._anchors import GdnLayerInfo, TreeCall, find_gdn_layers, redirect_gdn_layers
+
+__all__ = ["GdnLayerInfo", "TreeCall", "find_gdn_layers", "redirect_gdn_layers"]

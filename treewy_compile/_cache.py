@@ -1,0 +1,320 @@
+"""The three stores of a hybrid model: GDN state, convolution window and attention keys/values, with a length a row.
+
+The layers derive from Hugging Face's, so that prefill runs the model's own code. Between ``begin`` and ``end`` of a
+tree forward they take nodes instead of tokens: reads see the committed stores and the nodes' own ancestors, writes go to
+scratch. ``commit`` alone advances a row.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+
+from treewy._nodes import Nodes
+from treewy.ops import ancestor_mask, depths, path_to_node, tree_conv
+from treewy.passes import GdnLayerInfo
+
+_GROWTH = 64  # columns: the key/value store grows in such steps
+
+
+class TreeForward:
+    """One forward over nodes: the tree, and where its keys and values go. Implements ``treewy.passes.TreeCall``.
+
+    Args:
+        parents: [B, M + N] int64, the M nodes of earlier forwards and the N new ones.
+        num_new: N.
+        lengths: Committed columns a row [B].
+        columns_used: The largest of ``lengths``.
+    """
+
+    def __init__(self, parents: Tensor, num_new: int, lengths: Tensor, columns_used: int) -> None:
+        self.parents = parents
+        self.num_new = num_new
+        self.num_known = parents.shape[1] - num_new
+        self.lengths = lengths
+        self.columns_used = columns_used
+        self.current: StateLayer | None = None  # set by the layer whose convolution comes next
+
+    @property
+    def node_columns(self) -> Tensor:
+        """Key/value columns [B, N] of the new nodes: behind what the row has committed."""
+        index = torch.arange(self.num_known, self.num_known + self.num_new, device=self.lengths.device)
+        return self.lengths[:, None] + index
+
+    def convolve(self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """Convolve each node over its ancestors; ``hidden_states`` [B, C, W + M + N] starts with the window."""
+        width = hidden_states.shape[-1] - self.parents.shape[1]
+        convolved = tree_conv(
+            hidden_states[..., width:].transpose(1, 2),
+            hidden_states[..., :width],
+            weight,
+            weight.new_empty(0) if bias is None else bias,
+            self.parents,
+            activation or "",
+        )
+        return convolved.transpose(1, 2)
+
+    def apply_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        qk_l2norm: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Solve the tree; the state that the layer writes back is the unchanged one."""
+        assert self.current is not None
+        step = key.shape[2] // self.current.num_key_heads  # transformers 5.17 repeats key heads before the rule
+        nodes = self.current.nodes
+        output = nodes.solve(
+            initial_state, query[:, :, ::step], key[:, :, ::step], value, log_decay, beta, self.parents, qk_l2norm
+        )
+        return output, initial_state
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """GDN state and convolution window of one layer, and the nodes on trial."""
+
+    def __init__(self, num_key_heads: int, make_nodes: Callable[[], Nodes]) -> None:
+        super().__init__()
+        self.num_key_heads = num_key_heads
+        self._make_nodes = make_nodes
+        self.nodes = make_nodes()
+        self.forward: TreeForward | None = None
+
+    @property
+    def state(self) -> Tensor:
+        """Committed state [B, HV, K, V]."""
+        state: Tensor = self.recurrent_states[0]
+        return state
+
+    @property
+    def window(self) -> Tensor:
+        """Committed convolution window [B, C, W]."""
+        window: Tensor = self.conv_states[0]
+        return window
+
+    def begin(self, forward: TreeForward) -> None:
+        """Take nodes from now on."""
+        self.forward = forward
+        self.record_past = True  # keeps Hugging Face off its fused single-token path, which writes the window
+
+    def end(self) -> None:
+        """Take tokens again."""
+        self.forward = None
+        self.record_past = False
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Keep the columns of new nodes, or prefill."""
+        if self.forward is None:
+            full: Tensor = super().update_conv_state(conv_states, state_idx, **kwargs)
+            return full
+        self.forward.current = self
+        return self.nodes.add_columns(self.window, conv_states, self.forward.parents)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Write the state in prefill; a tree forward leaves it alone."""
+        if self.forward is None:
+            written: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+            return written
+        return recurrent_states
+
+    def commit(self, parents: Tensor, accepted_node: Tensor) -> None:
+        """Advance state and window along the accepted path and forget the nodes."""
+        self.nodes.commit_(self.state, self.window, parents, accepted_node)
+        self.nodes = self._make_nodes()
+
+
+class KeyValueLayer(DynamicLayer):  # type: ignore[misc]
+    """Attention keys and values of one layer: ``keys[b, :, :lengths[b]]`` is committed, what follows is scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: TreeForward | None = None
+
+    def begin(self, forward: TreeForward) -> None:
+        """Take nodes from now on."""
+        self.forward = forward
+
+    def end(self) -> None:
+        """Take tokens again."""
+        self.forward = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of new nodes behind each row's committed columns, or prefill."""
+        if self.forward is None:
+            prefilled: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return prefilled
+        width = self.forward.columns_used + self.forward.parents.shape[1]
+        self._reserve(width)
+        rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+        columns = self.forward.node_columns
+        for store, new in ((self.keys, key_states), (self.values, value_states)):
+            store[rows, :, columns] = new.transpose(1, 2)
+        return self.keys[:, :, :width], self.values[:, :, :width]
+
+    def commit(self, lengths: Tensor, path: Tensor, length: Tensor) -> None:
+        """Move the accepted path's keys and values next to the committed ones.
+
+        Source and target columns overlap, so everything is gathered before anything is written.
+        """
+        rows = torch.arange(path.shape[0], device=path.device)[:, None]
+        index = torch.arange(path.shape[1], device=path.device)
+        target = lengths[:, None] + index
+        source = torch.where(index < length[:, None], lengths[:, None] + path, target)
+        for store in (self.keys, self.values):
+            store[rows, :, target] = store[rows, :, source]
+
+    def _reserve(self, width: int) -> None:
+        missing = width - self.keys.shape[2]
+        if missing > 0:
+            missing += _GROWTH
+            # zeros, not empty: a masked column still meets a zero weight, and zero times NaN is NaN
+            self.keys, self.values = (
+                torch.cat([store, store.new_zeros(*store.shape[:2], missing, store.shape[3])], dim=2)
+                for store in (self.keys, self.values)
+            )
+
+
+class TreeCache(Cache):  # type: ignore[misc]
+    """The stores of all layers of one model, with a length and a position a row.
+
+    Args:
+        config: Text configuration of the model.
+        gdn_layers: Its Gated DeltaNet layers.
+        make_nodes: How the nodes of a GDN layer are kept: the commit policy.
+
+    Raises:
+        ValueError: If a layer is neither Gated DeltaNet nor full attention.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, gdn_layers: Sequence[GdnLayerInfo], make_nodes: Callable[[], Nodes]
+    ) -> None:
+        key_heads = {layer.layer_idx: layer.num_key_heads for layer in gdn_layers}
+        layers: list[StateLayer | KeyValueLayer] = []
+        for index, layer in enumerate(DynamicCache(config=config).layers):
+            if index in key_heads:
+                layers.append(StateLayer(key_heads[index], make_nodes))
+            elif type(layer) is DynamicLayer:
+                layers.append(KeyValueLayer())
+            else:
+                raise ValueError(
+                    f"layer {index} caches a {type(layer).__name__}, which treewy does not support; it supports Gated "
+                    "DeltaNet and full attention layers, so generate without a drafter"
+                )
+        super().__init__(layers=layers)
+        self._config = config
+        self._committed: Tensor | None = None  # [B, columns] bool: real tokens, not pads
+        self.lengths = torch.empty(0, dtype=torch.int64)  # committed columns a row, pads included
+        self.columns_used = 0
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """The Gated DeltaNet layers."""
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    @property
+    def key_value_layers(self) -> list[KeyValueLayer]:
+        """The attention layers."""
+        return [layer for layer in self.layers if isinstance(layer, KeyValueLayer)]
+
+    @property
+    def positions(self) -> Tensor:
+        """Real tokens committed a row [B]: the position of the next one."""
+        assert self._committed is not None
+        return self._committed.sum(dim=1)
+
+    def start_rows(self, mask: Tensor) -> None:
+        """Note what prefill committed; ``mask`` [B, T] is nonzero for real tokens."""
+        self._committed = mask.bool()
+        self.lengths = torch.full((mask.shape[0],), mask.shape[1], dtype=torch.int64, device=mask.device)
+        self.columns_used = mask.shape[1]
+
+    def begin(self, parents: Tensor, num_new: int) -> TreeForward:
+        """Let all layers take the last ``num_new`` nodes of ``parents`` [B, M + N]."""
+        forward = TreeForward(parents, num_new, self.lengths, self.columns_used)
+        for layer in self.layers:
+            layer.begin(forward)
+        return forward
+
+    def end(self) -> None:
+        """Let all layers take tokens again."""
+        for layer in self.layers:
+            layer.end()
+
+    def attention_mask(self, forward: TreeForward) -> Tensor:
+        """Return which columns [B, 1, N, columns] each new node attends to: committed ones and its ancestors."""
+        assert self._committed is not None
+        ancestors = ancestor_mask(forward.parents)[:, forward.num_known :]
+        # a padding node attends to itself: a softmax over nothing would be NaN
+        itself = torch.eye(forward.parents.shape[1], dtype=torch.bool, device=ancestors.device)[forward.num_known :]
+        width = forward.columns_used + forward.parents.shape[1]
+        mask = self._committed.new_zeros(ancestors.shape[0], forward.num_new, width)
+        mask[:, :, : self._committed.shape[1]] = self._committed[:, None]
+        columns = self.lengths[:, None] + torch.arange(forward.parents.shape[1], device=self.lengths.device)
+        mask.scatter_(2, columns[:, None].expand(-1, forward.num_new, -1), ancestors | itself)
+        return mask[:, None]
+
+    def node_positions(self, forward: TreeForward) -> Tensor:
+        """Return the position [B, N] of each new node: real tokens before it, which is not its column."""
+        depth = depths(forward.parents)[:, forward.num_known :].clamp(min=0)
+        return self.positions[:, None] + depth
+
+    def commit(self, parents: Tensor, accepted_node: Tensor) -> None:
+        """Advance every store of every row along the path to its accepted node; -1 leaves the row as it is."""
+        assert self._committed is not None
+        path, length = path_to_node(parents, accepted_node)
+        longest = int(length.max())
+        path = path[:, :longest]
+        for layer in self.state_layers:
+            layer.commit(parents, accepted_node)
+        for layer in self.key_value_layers:
+            layer.commit(self.lengths, path, length)
+        index = torch.arange(longest, device=path.device)
+        grown = torch.nn.functional.pad(self._committed, (0, max(0, self.columns_used + longest - self._committed.shape[1])))
+        rows = torch.arange(path.shape[0], device=path.device)[:, None]
+        grown[rows, self.lengths[:, None] + index] = index < length[:, None]
+        self.lengths = self.lengths + length
+        self.columns_used = int(self.lengths.max())
+        self._committed = grown[:, : self.columns_used]
+
+    def reorder_rows(self, index: Tensor) -> None:
+        """Let row ``i`` hold what row ``index[i]`` [B] held; only between rounds, when no nodes are on trial."""
+        assert self._committed is not None
+        for layer in self.layers:
+            layer.reorder_cache(index)
+        self._committed = self._committed[index]
+        self.lengths = self.lengths[index]
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """Return a plain Hugging Face cache with what is committed.
+
+        Raises:
+            ValueError: If rows have different lengths, which a plain cache cannot hold.
+        """
+        if not bool((self.lengths == self.columns_used).all()):
+            raise ValueError(f"rows have different lengths {self.lengths.tolist()}; a plain cache has one length")
+        plain = DynamicCache(config=self._config)
+        for ours, theirs in zip(self.layers, plain.layers, strict=True):
+            if isinstance(ours, StateLayer):
+                theirs.update_conv_state(ours.window.clone())
+                theirs.update_recurrent_state(ours.state.clone())
+            else:
+                theirs.update(ours.keys[:, :, : self.columns_used].clone(), ours.values[:, :, : self.columns_used].clone())
+        return plain
+
+    @property
+    def num_node_bytes(self) -> int:
+        """Bytes kept for the nodes on trial, over all GDN layers."""
+        return sum(layer.nodes.num_bytes for layer in self.state_layers)
+
+    @property
+    def num_snapshot_bytes(self) -> int:
+        """Bytes that a snapshot of one node takes: state and convolution window, over all GDN layers."""
+        return sum(layer.state.nbytes + layer.window.nbytes for layer in self.state_layers)

@@ -1,0 +1,141 @@
+"""The tree of tokens that a drafter proposes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Sampling = Literal["top", "with_replacement", "without_replacement"]
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class DraftTree:
+    """Hold the draft nodes of a batch: token and parent of each.
+
+    Parents precede their children, so ``parents[i] < i``; -1 marks a child of the last emitted token, which is not part
+    of the tree itself.
+
+    Args:
+        token_ids: Tokens [B, N], int64.
+        parents: Parent index of each node, [N] for one topology or [B, N] for one a row, int64.
+        num_nodes: Real nodes a row [B], int64, each at most N; the rest is padding. None means N everywhere.
+        draft_probs: Distributions that the tokens were drawn from, one a parent; for sampled drafts.
+        sampling: How the siblings were chosen: the most probable ones ("top"), or drawn with or without replacement.
+
+    Raises:
+        ValueError: If shapes, devices or values do not describe such trees.
+
+    Example:
+        >>> tree = DraftTree(torch.tensor([[5, 7, 9]]), torch.tensor([-1, -1, 0]))
+        >>> tree.parents.tolist()
+        [[-1, -1, 0]]
+
+    Source:
+        Token trees as in SpecInfer (Miao et al., 2024), section 3.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    num_nodes: Tensor
+    draft_probs: Tensor | None
+    sampling: Sampling
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        parents: Tensor,
+        *,
+        num_nodes: Tensor | None = None,
+        draft_probs: Tensor | None = None,
+        sampling: Sampling = "top",
+    ) -> None:
+        if token_ids.ndim != 2:
+            raise ValueError(f"token_ids must be [B, N], not {list(token_ids.shape)}")
+        batch, size = token_ids.shape
+        if parents.ndim == 1:
+            parents = parents[None].expand(batch, -1)
+        if parents.shape != token_ids.shape:
+            raise ValueError(
+                f"parents {list(parents.shape)} must be [N] or [B, N] for token_ids {list(token_ids.shape)}"
+            )
+        if num_nodes is None:
+            num_nodes = torch.full((batch,), size, dtype=torch.int64, device=token_ids.device)
+        if num_nodes.shape != (batch,):
+            raise ValueError(f"num_nodes {list(num_nodes.shape)} must be [{batch}], one count a row of token_ids")
+        for name, tensor in (("token_ids", token_ids), ("parents", parents), ("num_nodes", num_nodes)):
+            if tensor.dtype != torch.int64:
+                raise ValueError(f"{name} must be int64, not {tensor.dtype}; call .long()")
+            if tensor.device != token_ids.device:
+                raise ValueError(
+                    f"{name} is on {tensor.device} but token_ids is on {token_ids.device}; move it with .to()"
+                )
+        if sampling not in ("top", "with_replacement", "without_replacement"):
+            raise ValueError(f"sampling {sampling!r} must be 'top', 'with_replacement' or 'without_replacement'")
+        _check_values(parents, num_nodes)
+        for name, value in (
+            ("token_ids", token_ids),
+            ("parents", parents),
+            ("num_nodes", num_nodes),
+            ("draft_probs", draft_probs),
+            ("sampling", sampling),
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_widths(cls, widths: Sequence[int], token_ids: Tensor) -> "DraftTree":
+        """Build the tree in which every node of depth d has ``widths[d]`` children, level by level.
+
+        Args:
+            widths: Children a node, from the first level on; (1, 1, 1) is a chain of three.
+            token_ids: Tokens [B, N] in level order, N = sum of the level sizes.
+
+        Returns:
+            The tree.
+
+        Raises:
+            ValueError: If a width is not positive, or the number of tokens does not fit.
+
+        Example:
+            >>> DraftTree.from_widths((2, 1), torch.tensor([[4, 5, 6, 7]])).parents.tolist()
+            [[-1, -1, 0, 1]]
+
+        Source:
+            Fixed tree shapes as in Medusa (Cai et al., 2024), section 2.1.2.
+        """
+        parents = parents_from_widths(widths)
+        if token_ids.ndim != 2 or token_ids.shape[1] != len(parents):
+            raise ValueError(
+                f"widths {tuple(widths)} make {len(parents)} nodes, but token_ids is {list(token_ids.shape)}"
+            )
+        return cls(token_ids, torch.tensor(parents, dtype=torch.int64, device=token_ids.device))
+
+
+def parents_from_widths(widths: Sequence[int]) -> list[int]:
+    """Return the parents of a tree given by its widths, level by level."""
+    if len(widths) == 0 or any(not isinstance(width, int) or width < 1 for width in widths):
+        raise ValueError(f"widths {tuple(widths)} must be positive integers, one a level; (1, 1, 1) is a chain of three")
+    parents: list[int] = []
+    level_start, level_size = -1, 1  # the root
+    for depth, width in enumerate(widths):
+        parents += [level_start + node for node in range(level_size) for _ in range(width)]
+        level_size = prod(widths[: depth + 1])
+        level_start = len(parents) - level_size
+    return parents
+
+
+def _check_values(parents: Tensor, num_nodes: Tensor) -> None:
+    batch, size = parents.shape
+    if bool(((num_nodes < 0) | (num_nodes > size)).any()):
+        raise ValueError(f"num_nodes {num_nodes.tolist()} must lie between 0 and the {size} nodes of token_ids")
+    index = torch.arange(size, device=parents.device)
+    real = index < num_nodes[:, None]
+    wrong = real & ((parents < -1) | (parents >= index))
+    if bool(wrong.any()):
+        row, node = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"the parent of node {node} in row {row} is {int(parents[row, node])}; parents must be -1 or the index of "
+            "an earlier node, so list every node after its parent"
+        )

@@ -1,0 +1,106 @@
+"""Who proposes: the protocol, and the drafter that looks the continuation up in the text itself."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from treewy._draft_tree import DraftTree
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Propose tokens for the target to verify.
+
+    ``generate`` calls ``reset`` once, then ``propose`` and ``update`` in turn, once a round. A drafter must propose for
+    every row, also for rows that have ended; a row that has nothing to propose gets ``num_nodes`` 0.
+
+    Source:
+        The draft, verify, accept and commit phases of docs/design.md.
+    """
+
+    def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+        """Propose a tree a row.
+
+        Args:
+            input_ids: Prompt and emitted tokens [B, T], padded to the right.
+            lengths: Real tokens a row [B].
+
+        Returns:
+            The trees, on the device of ``input_ids``.
+        """
+
+    def update(self, token_ids: Tensor, num_tokens: Tensor) -> None:
+        """Learn what was emitted in this round.
+
+        Args:
+            token_ids: Emitted tokens [B, M], the bonus token last, padded to the right.
+            num_tokens: How many a row [B]; 0 for a row that has ended.
+        """
+
+    def reset(self) -> None:
+        """Forget the previous text."""
+
+    def reorder(self, index: Tensor) -> None:
+        """Let row ``i`` continue what row ``index[i]`` was; ``index`` [B]."""
+
+
+class PromptLookupDrafter:
+    """Propose what followed the last few tokens when they occurred before.
+
+    The longest suffix of at most ``max_ngram_size`` tokens that occurs earlier in the row is looked up, and the tokens
+    behind its most recent earlier occurrence are proposed as a chain.
+
+    Args:
+        num_tokens: Tokens to propose.
+        max_ngram_size: Longest suffix to look up, in tokens.
+
+    Raises:
+        ValueError: If a number is not positive.
+
+    Example:
+        >>> drafter = PromptLookupDrafter(2)
+        >>> drafter.propose(torch.tensor([[1, 2, 3, 4, 1, 2]]), torch.tensor([6])).token_ids.tolist()
+        [[3, 4]]
+
+    Source:
+        Prompt lookup decoding (Saxena, 2023).
+    """
+
+    def __init__(self, num_tokens: int, max_ngram_size: int = 2) -> None:
+        for name, value in (("num_tokens", num_tokens), ("max_ngram_size", max_ngram_size)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self._num_tokens = num_tokens
+        self._max_ngram_size = max_ngram_size
+
+    def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+        """Propose a chain a row, empty where no suffix occurs earlier."""
+        chains = [
+            self._look_up(row[:length]) for row, length in zip(input_ids.tolist(), lengths.tolist(), strict=True)
+        ]
+        size = max(len(chain) for chain in chains)
+        padded = [chain + [0] * (size - len(chain)) for chain in chains]
+        device = input_ids.device
+        return DraftTree(
+            torch.tensor(padded, dtype=torch.int64, device=device),
+            torch.arange(-1, size - 1, device=device),
+            num_nodes=torch.tensor([len(chain) for chain in chains], device=device),
+        )
+
+    def update(self, token_ids: Tensor, num_tokens: Tensor) -> None:
+        """Do nothing: the text itself is the memory."""
+
+    def reset(self) -> None:
+        """Do nothing: the text itself is the memory."""
+
+    def reorder(self, index: Tensor) -> None:
+        """Do nothing: the text itself is the memory."""
+
+    def _look_up(self, tokens: list[int]) -> list[int]:
+        for size in range(min(self._max_ngram_size, len(tokens) - 1), 0, -1):
+            suffix = tokens[-size:]
+            for start in range(len(tokens) - size - 1, -1, -1):
+                if tokens[start : start + size] == suffix:
+                    return tokens[start + size : start + size + self._num_tokens]
+        return []

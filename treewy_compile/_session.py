@@ -1,0 +1,128 @@
+"""A model together with its stores: prefill, then any number of tree forwards and commits."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from treewy._cache import TreeCache
+from treewy._nodes import Nodes, WyNodes
+from treewy.ops import PADDING
+from treewy.passes import find_gdn_layers, redirect_gdn_layers
+
+_MASKED_ATTENTION = ("eager", "sdpa")  # implementations that take a mask [B, 1, N, columns]
+
+
+class Session:
+    """Run tree forwards of one model over one batch.
+
+    The life of a session: ``cache`` goes through a prefill of the model's own, ``start`` notes which tokens were real,
+    then ``extend`` adds nodes (as often as a tree grows by a level) and ``commit`` keeps the path to one of them.
+
+    Args:
+        model: Target or draft model.
+        make_nodes: Commit policy.
+        max_cache_len: Most columns (tokens, pads and nodes) a row may take; None for no limit.
+
+    Raises:
+        ValueError: If a layer or the attention implementation is not supported.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, make_nodes: Callable[[], Nodes] = WyNodes, max_cache_len: int | None = None
+    ) -> None:
+        attention = model.config._attn_implementation
+        if attention not in _MASKED_ATTENTION:
+            raise ValueError(
+                f"attention implementation {attention!r} cannot take a tree's mask; "
+                f"call model.set_attn_implementation('sdpa') (supported: {', '.join(_MASKED_ATTENTION)})"
+            )
+        self.model = model
+        self._gdn_layers = find_gdn_layers(model)
+        self.cache = TreeCache(model.config.get_text_config(decoder=True), self._gdn_layers, make_nodes)
+        self._max_cache_len = max_cache_len
+        self.parents: Tensor | None = None  # of the nodes on trial, [B, M]
+
+    @property
+    def cache_keyword(self) -> str:
+        """Name under which this version of transformers takes the cache."""
+        return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+
+    def prefill(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """Run a left-padded prompt [B, T] with its mask through the model; return the last token's logits [B, V]."""
+        logits: Tensor = self.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
+            use_cache=True,
+            logits_to_keep=1,
+            **{self.cache_keyword: self.cache},
+        ).logits
+        self.start(mask)
+        return logits[:, -1]
+
+    def start(self, mask: Tensor) -> None:
+        """Note which of the prefilled tokens [B, T] were real."""
+        self.cache.start_rows(mask)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes on trial."""
+        return 0 if self.parents is None else self.parents.shape[1]
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Add nodes to the tree on trial and compute their logits; nothing that is committed changes.
+
+        Args:
+            token_ids: Tokens of the new nodes [B, N]; those of padding nodes must be valid too.
+            parents: Index of each new node's parent among all nodes on trial [B, N], -1 for a child of what is
+                committed, ``PADDING`` for padding.
+
+        Returns:
+            Logits [B, N, vocabulary].
+
+        Raises:
+            ValueError: If the cache limit would be passed.
+        """
+        both = parents if self.parents is None else torch.cat([self.parents, parents], dim=1)
+        columns = self.cache.columns_used + both.shape[1]
+        if self._max_cache_len is not None and columns > self._max_cache_len:
+            raise ValueError(
+                f"{columns} columns are needed but max_cache_len is {self._max_cache_len}: the tree's "
+                f"{both.shape[1]} nodes do not fit; raise max_cache_len or draft a smaller tree"
+            )
+        forward = self.cache.begin(both, token_ids.shape[1])
+        try:
+            mask = self.cache.attention_mask(forward)
+            if self.model.config._attn_implementation == "eager":
+                mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill(
+                    ~mask, torch.finfo(self.model.dtype).min
+                )
+            redirected = {"treewy_call": forward} if self._gdn_layers else {}
+            with redirect_gdn_layers(self._gdn_layers):
+                logits: Tensor = self.model(
+                    input_ids=token_ids,
+                    attention_mask=mask,
+                    position_ids=self.cache.node_positions(forward),
+                    use_cache=True,
+                    **{self.cache_keyword: self.cache},
+                    **redirected,
+                ).logits
+        finally:
+            self.cache.end()
+        self.parents = both
+        return logits
+
+    def commit(self, accepted_node: Tensor) -> None:
+        """Advance all stores along the path to ``accepted_node`` [B]; -1 leaves a row as it is. Forget the nodes."""
+        assert self.parents is not None
+        self.cache.commit(self.parents, accepted_node)
+        self.parents = None
+
+
+def pad_parents(parents: Tensor, num_nodes: Tensor) -> Tensor:
+    """Mark the nodes behind a row's own number of nodes [B] as padding."""
+    index = torch.arange(parents.shape[1], device=parents.device)
+    return torch.where(index < num_nodes[:, None], parents, PADDING)
