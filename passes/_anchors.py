@@ -101,10 +101,10 @@ def find_gdn_layers(model: nn.Module) -> list[GdnLayerInfo]:
             continue
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
             raise ValueError(
-                f"the forward of layer {name!r} was replaced as a whole (a hub kernel?), so treewy cannot see its delta "
-                "rule; load the model with use_kernels=False"
+                f"the forward of layer {name!r} was replaced as a whole (a hub kernel?), so treewy cannot see its "
+                "delta rule; load the model with use_kernels=False"
             )
-        found.append(GdnLayerInfo(module.layer_idx, name, type(module).__module__, module.num_k_heads))  # type: ignore[arg-type]
+        found.append(GdnLayerInfo(module.layer_idx, name, type(module).__module__, module.num_k_heads))
     return sorted(found, key=lambda layer: layer.layer_idx)
 
 
@@ -137,7 +137,6 @@ def redirect_gdn_layers(layers: Iterable[GdnLayerInfo]) -> Iterator[None]:
                     _uninstall(sys.modules[name])
 
 
-@functools.cache
 def _names_called(cls: type[nn.Module]) -> frozenset[str]:
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return frozenset(code.co_names) if code is not None else frozenset()

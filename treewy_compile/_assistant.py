@@ -30,7 +30,7 @@ class AssistantDrafter:
         ValueError: If the tree is malformed or a layer of the draft model is not supported.
 
     Source:
-        Assisted generation of transformers for the chain; top-w trees as in EAGLE-2 (Li et al., 2024), with fixed shape.
+        Assisted generation of transformers for the chain; top-w trees as in EAGLE-2 (Li et al., 2024), of fixed shape.
     """
 
     def __init__(self, draft_model: PreTrainedModel, tree: Sequence[int] | DraftTree | None = None) -> None:
@@ -68,30 +68,31 @@ class AssistantDrafter:
     def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
         """Run the draft model level by level and propose its most probable continuations."""
         tokens, counts = input_ids.to(self._model.device), lengths.to(self._model.device)
-        parent_logits, root = self._catch_up(tokens, counts)
+        above_logits, root = self._catch_up(tokens, counts)  # logits of the nodes that get children next [B, n, V]
         assert self._session is not None
         first_draft = self._session.num_nodes
+        above_start = -1
         proposed: list[Tensor] = []
+        parents_so_far: list[int] = []
         going = torch.ones_like(counts, dtype=torch.bool)
         num_nodes = torch.zeros_like(counts)
-        for level, (parents, ranks) in enumerate(self._levels):
-            level_start = sum(len(p) for p, _ in self._levels[: level - 1]) if level else 0
-            position = torch.tensor(parents, device=tokens.device) - level_start if level else torch.tensor([0] * len(ranks))
-            best = parent_logits.topk(max(ranks) + 1, dim=-1).indices
-            chosen = best[:, position, ranks]
+        for depth, (parents, ranks) in enumerate(self._levels):
+            best = above_logits.topk(max(ranks) + 1, dim=-1).indices
+            chosen = best[:, [parent - above_start for parent in parents], ranks]
             proposed.append(chosen)
-            num_nodes += going * chosen.shape[1]
+            num_nodes += going * len(parents)
             if self._confidence is not None:
-                probability = parent_logits[:, 0].float().softmax(-1).gather(1, chosen)[:, 0]
+                probability = above_logits[:, 0].float().softmax(dim=-1).gather(1, chosen)[:, 0]
                 going &= probability >= self._confidence
-            if level + 1 == len(self._levels) or not bool(going.any()):
+            above_start = len(parents_so_far)
+            parents_so_far += parents
+            if depth + 1 == len(self._levels) or not bool(going.any()):
                 break
-            above = root[:, None].expand(-1, len(ranks)) if level == 0 else first_draft + torch.tensor(parents)
-            parent_logits = self._extend(chosen, above.to(tokens.device).expand(chosen.shape))
-        flat = [parent for parents, _ in self._levels[: len(proposed)] for parent in parents]
+            index = torch.tensor(parents, device=tokens.device).expand(chosen.shape)
+            above_logits = self._extend(chosen, torch.where(index < 0, root[:, None], first_draft + index))
         return DraftTree(
             torch.cat(proposed, dim=1).to(input_ids.device),
-            torch.tensor(flat, device=input_ids.device),
+            torch.tensor(parents_so_far, device=input_ids.device),
             num_nodes=num_nodes.to(input_ids.device),
         )
 

@@ -1,8 +1,8 @@
 """The three stores of a hybrid model: GDN state, convolution window and attention keys/values, with a length a row.
 
 The layers derive from Hugging Face's, so that prefill runs the model's own code. Between ``begin`` and ``end`` of a
-tree forward they take nodes instead of tokens: reads see the committed stores and the nodes' own ancestors, writes go to
-scratch. ``commit`` alone advances a row.
+tree forward they take nodes instead of tokens: reads see the committed stores and the nodes' own ancestors, and writes
+go to scratch. ``commit`` alone advances a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,6 +132,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 class KeyValueLayer(DynamicLayer):  # type: ignore[misc]
     """Attention keys and values of one layer: ``keys[b, :, :lengths[b]]`` is committed, what follows is scratch."""
+
+    keys: Tensor  # [B, HKV, columns, D]
+    values: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +280,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self.key_value_layers:
             layer.commit(self.lengths, path, length)
         index = torch.arange(longest, device=path.device)
-        grown = torch.nn.functional.pad(self._committed, (0, max(0, self.columns_used + longest - self._committed.shape[1])))
+        grown = torch.nn.functional.pad(self._committed, (0, longest))
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
         grown[rows, self.lengths[:, None] + index] = index < length[:, None]
         self.lengths = self.lengths + length
@@ -306,7 +309,8 @@ class TreeCache(Cache):  # type: ignore[misc]
                 theirs.update_conv_state(ours.window.clone())
                 theirs.update_recurrent_state(ours.state.clone())
             else:
-                theirs.update(ours.keys[:, :, : self.columns_used].clone(), ours.values[:, :, : self.columns_used].clone())
+                used = (store[:, :, : self.columns_used].clone() for store in (ours.keys, ours.values))
+                theirs.update(*used)
         return plain
 
     @property

@@ -155,7 +155,7 @@ def _compile_class(cls: type[PreTrainedModel], options: CompileOptions) -> type[
         initialize(self, *args, **kwargs)
         _compile_model(self, options)
 
-    cls.__init__ = initialize_compiled  # type: ignore[method-assign]
+    cls.__init__ = initialize_compiled
     return cls
 
 
@@ -169,8 +169,8 @@ def _compile_model(model: PreTrainedModel, options: CompileOptions) -> PreTraine
     if not layers or missed:
         what = f"layers {missed} of {type(model).__name__}" if missed else type(model).__name__
         raise ValueError(
-            f"{what} (model type {config.model_type!r}) have no Gated DeltaNet rule that treewy knows; it supports "
-            "hybrids such as Qwen3.5 and Qwen3-Next, and other models can use generate(assistant_model=...) of transformers"
+            f"no Gated DeltaNet rule that treewy knows in {what} (model type {config.model_type!r}); it supports "
+            "hybrids such as Qwen3.5 and Qwen3-Next; attention-only models need no compiling for assisted generation"
         )
     TreeCache(config, layers, COMMIT_POLICIES[options.commit])  # refuses layers that have no store of ours
     if isinstance(vars(model).get("generate"), CompiledGenerate):

@@ -116,7 +116,7 @@ class DraftTree:
 def parents_from_widths(widths: Sequence[int]) -> list[int]:
     """Return the parents of a tree given by its widths, level by level."""
     if len(widths) == 0 or any(not isinstance(width, int) or width < 1 for width in widths):
-        raise ValueError(f"widths {tuple(widths)} must be positive integers, one a level; (1, 1, 1) is a chain of three")
+        raise ValueError(f"widths {tuple(widths)} must be positive integers, one a level; (1, 1, 1) is a chain of 3")
     parents: list[int] = []
     level_start, level_size = -1, 1  # the root
     for depth, width in enumerate(widths):
@@ -127,7 +127,7 @@ def parents_from_widths(widths: Sequence[int]) -> list[int]:
 
 
 def _check_values(parents: Tensor, num_nodes: Tensor) -> None:
-    batch, size = parents.shape
+    size = parents.shape[1]
     if bool(((num_nodes < 0) | (num_nodes > size)).any()):
         raise ValueError(f"num_nodes {num_nodes.tolist()} must lie between 0 and the {size} nodes of token_ids")
     index = torch.arange(size, device=parents.device)

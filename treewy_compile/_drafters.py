@@ -76,9 +76,7 @@ class PromptLookupDrafter:
 
     def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
         """Propose a chain a row, empty where no suffix occurs earlier."""
-        chains = [
-            self._look_up(row[:length]) for row, length in zip(input_ids.tolist(), lengths.tolist(), strict=True)
-        ]
+        chains = [self._look_up(row[:length]) for row, length in zip(input_ids.tolist(), lengths.tolist(), strict=True)]
         size = max(len(chain) for chain in chains)
         padded = [chain + [0] * (size - len(chain)) for chain in chains]
         device = input_ids.device

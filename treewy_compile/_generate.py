@@ -9,21 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from treewy._assistant import AssistantDrafter
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter, PromptLookupDrafter
 from treewy._greedy import GreedyChoice
-from treewy._nodes import SnapshotNodes, WyNodes
+from treewy._nodes import Nodes, SnapshotNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
 from treewy._stats import SpeculationStats
 from treewy._stopping import Stopping
 
-COMMIT_POLICIES = {"immediate": WyNodes, "snapshots": SnapshotNodes}
+COMMIT_POLICIES: dict[str, Callable[[], Nodes]] = {"immediate": WyNodes, "snapshots": SnapshotNodes}
 
+_UNSUPPORTED_ARGUMENTS = {
+    "assistant_early_exit": "pass an assistant_model or prompt_lookup_num_tokens",
+    "assistant_tokenizer": "pass an assistant that shares the model's tokenizer",
+    "cache": "pass the whole text as input_ids",
+    "cache_params": "pass the whole text as input_ids",
+    "custom_generate": "leave out one of them",
+    "inputs_embeds": "pass input_ids, which drafts continue",
+    "negative_prompt_ids": "leave it out",
+    "past_key_values": "pass the whole text as input_ids",
+    "synced_gpus": "leave it out",
+    "use_mtp": "pass an assistant_model or prompt_lookup_num_tokens",
+}
 _UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 
 
@@ -94,7 +105,9 @@ class CompiledGenerate:
                 raise ValueError(f"draft_tree={draft_tree!r} needs somebody to draft it; pass assistant_model as well")
             return self.original(**arguments)
         if draft_tree is not None and assistant is None:
-            raise ValueError(f"draft_tree={draft_tree!r} shapes the drafts of an assistant_model, not of {next(iter(given))}")
+            raise ValueError(
+                f"draft_tree={draft_tree!r} shapes the drafts of an assistant_model, not of {next(iter(given))}"
+            )
         if assistant is not None:
             drafter = self._assistant_drafter(assistant, self.options.tree if draft_tree is None else draft_tree)
         elif lookup is not None:
@@ -104,9 +117,9 @@ class CompiledGenerate:
                 f"drafter={drafter!r} lacks methods of treewy.Drafter (propose, update, reset, reorder); "
                 "see treewy.PromptLookupDrafter for a small one"
             )
-        for name in ("synced_gpus", "custom_generate", "negative_prompt_ids", "assistant_tokenizer"):
-            if arguments.get(name):
-                raise ValueError(f"{name}={arguments[name]!r} cannot be combined with a drafter; leave it out")
+        for name in _UNSUPPORTED_ARGUMENTS:
+            if arguments.get(name) is not None:
+                raise ValueError(f"{name} cannot be combined with a drafter yet; {_UNSUPPORTED_ARGUMENTS[name]}")
 
         streamer = arguments.get("streamer")
 
@@ -151,7 +164,7 @@ class CompiledGenerate:
         **model_kwargs: Any,
     ) -> Any:
         """Decode as ``GenerationMixin._assisted_decoding`` would, with the arguments that it would get."""
-        _refuse_unsupported(generation_config, model_kwargs, streamer, len(input_ids))
+        _refuse_unsupported(generation_config, streamer, len(input_ids))
         options, model = self.options, self._model
         if options.max_cache_len is not None and generation_config.max_length > options.max_cache_len:
             raise ValueError(
@@ -169,7 +182,10 @@ class CompiledGenerate:
         output = model._prefill(input_ids, generation_config, model_kwargs)
         session.start(mask.to(model.device))
 
-        emit = (lambda row, token: None) if streamer is None else (lambda row, token: streamer.put(torch.tensor([token])))
+        def emit(row: int, token: int) -> None:
+            if streamer is not None:
+                streamer.put(torch.tensor([token]))
+
         drafter.reset()
         rounds = Rounds(
             session,
@@ -201,9 +217,7 @@ class CompiledGenerate:
         )
 
 
-def _refuse_unsupported(
-    config: GenerationConfig, model_kwargs: dict[str, Any], streamer: Any, batch: int
-) -> None:
+def _refuse_unsupported(config: GenerationConfig, streamer: Any, batch: int) -> None:
     """Raise for what would otherwise be ignored."""
     if config.do_sample:
         raise ValueError("do_sample=True cannot be combined with a drafter yet; pass do_sample=False")
@@ -217,10 +231,6 @@ def _refuse_unsupported(
             f"cache_implementation={config.cache_implementation!r} cannot be combined with a drafter; leave it out: "
             "treewy brings its own cache"
         )
-    if any(isinstance(value, Cache) and getattr(value, "_is_user_defined", True) and value.get_seq_length() for value in model_kwargs.values()):
-        raise ValueError("a filled cache cannot be combined with a drafter yet; pass the whole text as input_ids")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds cannot be combined with a drafter, which needs token ids; pass input_ids")
     if config.return_dict_in_generate:
         for name in _UNSUPPORTED_OUTPUTS:
             if getattr(config, name):

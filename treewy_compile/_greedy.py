@@ -42,8 +42,8 @@ class GreedyChoice:
         for processor in processors:
             if batch > 1 and not isinstance(processor, _ROWWISE):
                 raise ValueError(
-                    f"logits processor {type(processor).__name__} may mix rows or count calls, so it cannot be used with "
-                    f"a drafter and {batch} rows; generate row by row"
+                    f"logits processor {type(processor).__name__} may mix rows or count calls, so it cannot be used "
+                    f"with a drafter and {batch} rows; generate row by row"
                 )
         self._processors = processors
 
@@ -51,9 +51,7 @@ class GreedyChoice:
         """Choose the token [B] after the prompt, given its logits [B, V] and each row's text so far."""
         return torch.stack([self._choose(row, text) for row, text in zip(logits, texts, strict=True)])
 
-    def accept(
-        self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def accept(self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Find the accepted node and the bonus token behind it.
 
         Args:

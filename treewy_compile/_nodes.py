@@ -40,7 +40,7 @@ class Nodes(Protocol):
         """
 
     def commit_(self, state: Tensor, window: Tensor, parents: Tensor, accepted_node: Tensor) -> None:
-        """Advance ``state`` and ``window`` in place along the path to ``accepted_node`` [B]; -1 leaves a row as it is."""
+        """Advance ``state`` and ``window`` in place along the path to ``accepted_node`` [B]; -1 leaves a row alone."""
 
 
 class WyNodes:

@@ -37,7 +37,7 @@ class Rounds:
         prompt: Tensor,
         prompt_mask: Tensor,
         vocab_size: int,
-        emit: Callable[[int, int], None] = lambda row, token: None,
+        emit: Callable[[int, int], None],
     ) -> None:
         self.session = session
         self.stats = StatsCounter()
@@ -107,7 +107,8 @@ class Rounds:
             )
         if draft.token_ids.device != device:
             raise ValueError(
-                f"the draft tree is on {draft.token_ids.device} but the batch is on {device}; move it with .to({str(device)!r})"
+                f"the draft tree is on {draft.token_ids.device} but the batch is on {device}; "
+                f"move its tensors with .to({str(device)!r})"
             )
         real = torch.arange(draft.token_ids.shape[1], device=device) < draft.num_nodes[:, None]
         wrong = real & ((draft.token_ids < 0) | (draft.token_ids >= self._vocab_size))

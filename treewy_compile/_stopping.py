@@ -29,8 +29,8 @@ class Stopping:
         for criterion in self._others:
             if batch > 1 and not (isinstance(criterion, hf.MaxTimeCriteria | hf.StopStringCriteria) and self._eos):
                 raise ValueError(
-                    f"stopping criterion {type(criterion).__name__} cannot be used with a drafter and {batch} rows: how "
-                    "a row goes on behind it depends on the other rows; generate row by row"
+                    f"stopping criterion {type(criterion).__name__} cannot be used with a drafter and {batch} rows: "
+                    "how a row goes on behind it depends on the other rows; generate row by row"
                 )
 
     def cut(self, token_ids: Tensor, num_tokens: Tensor, texts: list[Tensor]) -> tuple[Tensor, Tensor]:
