@@ -71,6 +71,7 @@ def compile(
         TypeError: If ``model`` is none of the above.
 
     Example:
+        >>> import torch
         >>> from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
         >>> config = Qwen3NextConfig(
         ...     vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
@@ -103,6 +104,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: If the model is not compiled.
 
     Example:
+        >>> import torch
         >>> restore(torch.nn.Linear(1, 1))
         Traceback (most recent call last):
         ValueError: Linear is not compiled by treewy; call treewy.compile(model) first

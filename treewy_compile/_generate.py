@@ -126,7 +126,8 @@ class CompiledGenerate:
         def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
             return self._decode(drafter, streamer, input_ids, **prepared)
 
-        return self.original(**arguments, custom_generate=decode)
+        arguments["custom_generate"] = decode
+        return self.original(**arguments)
 
     def _pop_prompt_lookup(self, arguments: dict[str, Any]) -> tuple[int | None, int | None]:
         """Take prompt lookup out of the arguments, so that Hugging Face does not choose its own assisted decoding."""

@@ -1,0 +1,20 @@
+"""Settings of the whole suite."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# No deadline: the machines that run this are shared, and no test measures time. No random seed: a failure repeats.
+settings.register_profile("treewy", deadline=None, derandomize=True)
+settings.load_profile("treewy")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(
+                    pytest.mark.skip(reason="no CUDA device here; docs/benchmarks holds the log of an H200")
+                )

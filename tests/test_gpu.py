@@ -1,0 +1,37 @@
+"""The engine on a CUDA device: the same tokens and the same stores as on the CPU."""
+
+import pytest
+import torch
+
+import treewy
+from models import FAMILIES, VOCAB_SIZE, fresh_model, noisy_copy
+
+pytestmark = pytest.mark.gpu
+
+TREES = [(1, 1, 1, 1), (3, 2, 1, 1)]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_on_a_gpu_equals_plain_generate(family: str, tree: tuple[int, ...]) -> None:
+    model = fresh_model(family).cuda()
+    draft = noisy_copy(model, 0.02, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    prompt = torch.randint(1, VOCAB_SIZE, (3, 11), generator=generator)
+    mask = torch.ones_like(prompt)
+    mask[0, :5], mask[2, :1] = 0, 0
+    inputs = {"input_ids": prompt.cuda(), "attention_mask": mask.cuda(), "max_new_tokens": 40, "do_sample": False}
+    plain = model.generate(**inputs)
+    treewy.compile(model)
+    output = model.generate(**inputs, assistant_model=draft, draft_tree=tree, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain)
+    assert output.speculation.mean_accepted_length > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_lookup_on_a_gpu_equals_plain_generate(family: str) -> None:
+    model = fresh_model(family).cuda()
+    prompt = (torch.arange(24) % 6 + 1)[None].cuda()
+    plain = model.generate(prompt, max_new_tokens=40, do_sample=False)
+    treewy.compile(model, commit="snapshots")
+    assert torch.equal(model.generate(prompt, max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=5), plain)
