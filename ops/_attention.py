@@ -50,7 +50,9 @@ def _reference(
     column = torch.arange(cache_length, device=query.device)
     in_prefix = (column >= prefix_start[:, None]) & (column < (prefix_start + prefix_length)[:, None])  # [B, L]
     visible = torch.cat([in_prefix[:, None].expand(-1, num_nodes, -1), ancestor_mask(parents)], dim=2)[:, None, None]
-    scores = scores.reshape(batch, key_heads, ratio, num_nodes, cache_length + num_nodes).masked_fill(~visible, float("-inf"))
+    scores = scores.reshape(batch, key_heads, ratio, num_nodes, cache_length + num_nodes).masked_fill(
+        ~visible, float("-inf")
+    )
     weights = scores.softmax(-1).flatten(2, 3)  # [B, HKV, ratio N, L + N]
 
     outputs = weights[..., :cache_length] @ value_cache.to(dtype) + weights[..., cache_length:] @ values

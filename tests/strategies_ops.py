@@ -105,7 +105,13 @@ class Structure:
         )
 
     def conv_inputs(
-        self, dtype: torch.dtype = torch.float64, *, taps: int = 4, window: int = 4, bias: bool = True, channels: int = 5
+        self,
+        dtype: torch.dtype = torch.float64,
+        *,
+        taps: int = 4,
+        window: int = 4,
+        bias: bool = True,
+        channels: int = 5,
     ) -> ConvInputs:
         random = _Random(self.seed, dtype)
         batch, num_nodes = len(self.parents), len(self.parents[0])

@@ -14,7 +14,7 @@ VOCAB_SIZE = 4096
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"
 SAMPLE_BYTES = 40_000_000
-CONTEXT = 512
+MAX_LENGTH = 2048
 
 
 def train(texts: Sequence[str], *, seed: int) -> Tokenizer:
@@ -56,7 +56,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
         eos_token=EOS,
         pad_token=PAD,
         padding_side="left",
-        model_max_length=CONTEXT,
+        model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(directory)

@@ -25,7 +25,8 @@ VENDORED = frozenset(
 DATA_LIKE = frozenset("testdata test_data fixtures snapshots".split())
 SKIPPED_PACKAGES = frozenset({"treewy"})
 _GENERATED = re.compile(
-    r"(?:automatically|auto-?|machine)[ -]?generated|generated (?:by|from|with|automatically|code)|do not edit|@generated", re.I
+    r"(?:automatically|auto-?|machine)[ -]?generated|generated (?:by|from|with|automatically|code)|do not edit|@generated",
+    re.I,
 )
 
 
@@ -99,7 +100,11 @@ def installed() -> tuple[dict[str, Package], dict[str, str], list[Found]]:
     packages["python"] = Package("python", python_version(), "PSF-2.0", "standard library")
     library = (p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
     found += [Found("python", p.relative_to(root).as_posix(), str(p)) for p in library]
-    return dict(sorted(packages.items())), dict(sorted(refused.items())), sorted(found, key=lambda f: (f.package, f.path))
+    return (
+        dict(sorted(packages.items())),
+        dict(sorted(refused.items())),
+        sorted(found, key=lambda f: (f.package, f.path)),
+    )
 
 
 def reason_to_skip(path: str, text: str) -> str | None:

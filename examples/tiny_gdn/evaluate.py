@@ -121,11 +121,11 @@ def accepted_length(
         calm = [r for r, loop in zip(replays, looping, strict=True) if not loop]
         without = sum(calm, Replay(0, 0))
         shapes[str(widths)] = {
-            "mean_accepted": round(without.mean_accepted, 4),
-            "standard_error": round(standard_error(calm), 4),
+            "mean_accepted": number(without.mean_accepted),
+            "standard_error": number(standard_error(calm)),
             "rounds": without.rounds,
             "tokens": without.tokens,
-            "mean_accepted_with_loops": round(sum(replays, Replay(0, 0)).mean_accepted, 4),
+            "mean_accepted_with_loops": number(sum(replays, Replay(0, 0)).mean_accepted),
         }
     flat = [r for row, loop in zip(ranked, looping, strict=True) if not loop for r in row[1:]]
     return {
@@ -140,6 +140,11 @@ def accepted_length(
             for c, r, loop in zip(continued, ranked, looping, strict=True)
         ],
     }
+
+
+def number(value: float) -> float | None:
+    """Round to four digits; None, which JSON can hold, for NaN."""
+    return None if math.isnan(value) else round(value, 4)
 
 
 def standard_error(replays: Sequence[Replay]) -> float:
@@ -160,10 +165,10 @@ def load(directory: Path, device: torch.device) -> PreTrainedModel:
 def report(result: dict[str, Any]) -> list[str]:
     """Format a summary of :func:`accepted_length` as lines."""
     lines = [f"{result['prompts']} prompts, {result['looping']} of them continued by a loop"]
-    for widths, numbers in result["shapes"].items():
+    for widths, found in result["shapes"].items():
         lines.append(
-            f"{widths:>14}: {numbers['mean_accepted']:.3f} +- {numbers['standard_error']:.3f} tokens a round without loops, "
-            f"{numbers['mean_accepted_with_loops']:.3f} with"
+            f"{widths:>14}: {found['mean_accepted']} +- {found['standard_error']} tokens a round without loops, "
+            f"{found['mean_accepted_with_loops']} with"
         )
     return lines
 

@@ -92,6 +92,9 @@ def _licence_text(name: str) -> str:
     texts = [
         dist.locate_file(f).read_text(encoding="utf-8", errors="replace")
         for f in dist.files or []
-        if ".dist-info" in f.parts[0] and f.stem.upper().startswith(("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS"))
+        if ".dist-info" in f.parts[0]
+        and f.stem.upper().startswith(("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS"))
     ]
-    return f"{rule}\n{name} {dist.version}\n{rule}\n" + "\n".join(texts or [f"(licence: {dist.metadata.get('License')})\n"])
+    return f"{rule}\n{name} {dist.version}\n{rule}\n" + "\n".join(
+        texts or [f"(licence: {dist.metadata.get('License')})\n"]
+    )

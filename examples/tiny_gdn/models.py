@@ -12,7 +12,9 @@ EOS_ID = 0
 PAD_ID = 1
 
 
-def _config(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, gdn_k: int, gdn_v: int) -> Qwen3_5TextConfig:
+def _config(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, gdn_k: int, gdn_v: int
+) -> Qwen3_5TextConfig:
     """Build a configuration; every fourth layer is full attention, the others Gated DeltaNet."""
     return Qwen3_5TextConfig(
         vocab_size=bpe.VOCAB_SIZE,
@@ -33,6 +35,7 @@ def _config(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: i
         bos_token_id=EOS_ID,
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
+        partial_rotary_factor=0.5,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 10000.0,

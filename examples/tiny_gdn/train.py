@@ -136,7 +136,13 @@ def assess(log: Log, out: Path, prompts: list[list[int]], held_out: torch.Tensor
     stream = torch.cat([held_out[s : s + context] for s in chosen.tolist()])
     losses = {name: evaluate.held_out_loss(m, stream) for name, m in (("target", target), ("draft", draft))}
     per_byte = log.numbers["tokens"]["held_out_bytes_per_token"]
-    log.record("held_out_loss", {k: {"nats_per_token": round(v, 4), "bits_per_byte": round(v / 0.6931 / per_byte, 4)} for k, v in losses.items()})
+    log.record(
+        "held_out_loss",
+        {
+            k: {"nats_per_token": round(v, 4), "bits_per_byte": round(v / 0.6931 / per_byte, 4)}
+            for k, v in losses.items()
+        },
+    )
     log.say(f"held-out loss: {log.numbers['held_out_loss']}")
     results = {
         "shipped_prompts": evaluate.accepted_length(target, draft, prompts[:SHIPPED_SNIPPETS]),
@@ -162,12 +168,13 @@ def main() -> None:
     steps = args.steps or ((6, 4, 4) if args.smoke else (TARGET.steps, DRAFT.steps, DISTIL.steps))
     batch = args.batch or (4 if args.smoke else TARGET.batch)
     recipes = [
-        replace(r, steps=n, batch=batch, log_every=2 if args.smoke else r.log_every)
+        replace(r, steps=n, batch=batch, **({"context": 64, "log_every": 2} if args.smoke else {}))
         for r, n in zip((TARGET, DRAFT, DISTIL), steps, strict=True)
     ]
     device = torch.device(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = True
+    transformers.utils.logging.disable_progress_bar()
 
     log = Log(args.out)
     tokenizer, drawn, train_ids, held_out_ids = prepare(log, args.out, 3000 if args.smoke else None)

@@ -55,7 +55,9 @@ def batches(tokens: torch.Tensor, batch: int, context: int, seed: int) -> Iterat
         starts = torch.arange(offset, len(tokens) - context - 1, context)
         starts = starts[torch.randperm(len(starts), generator=generator)].to(tokens.device)
         if len(starts) < batch:
-            raise ValueError(f"{len(tokens)} tokens give {len(starts)} windows of {context}, fewer than the batch of {batch}")
+            raise ValueError(
+                f"{len(tokens)} tokens give {len(starts)} windows of {context}, fewer than the batch of {batch}"
+            )
         for i in range(0, len(starts) - batch + 1, batch):
             window = tokens[starts[i : i + batch, None] + columns].long()
             yield window[:, :-1], window[:, 1:]
@@ -133,9 +135,13 @@ def fit(
         if since == recipe.log_every or step == recipe.steps - 1:
             mean = running.item() / since
             if not math.isfinite(mean):
-                raise RuntimeError(f"the loss is {mean} at step {step + 1}: lower the learning rate of {recipe.learning_rate}")
+                raise RuntimeError(
+                    f"the loss is {mean} at step {step + 1}: lower the learning rate of {recipe.learning_rate}"
+                )
             curve.append((step + 1, round(mean, 4)))
-            say(f"step {step + 1}/{recipe.steps}: loss {mean:.4f}, {(step + 1) / (time.perf_counter() - start):.2f} steps/s")
+            say(
+                f"step {step + 1}/{recipe.steps}: loss {mean:.4f}, {(step + 1) / (time.perf_counter() - start):.2f} steps/s"
+            )
             running.zero_()
             since = 0
     seconds = time.perf_counter() - start
