@@ -1,0 +1,221 @@
+"""The operators as PyTorch sees them: schema, fakes, compile, export, gradients, imports."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from strategies_ops import PADDING, Structure, chain, widths
+from tolerances import FLOAT32, relative_error
+from treewy import ops
+
+TREES = Structure((widths(2, 2), (*chain(5), PADDING, 4), widths(6)))
+WITH_PREFIX = Structure(
+    (widths(2, 2), (*chain(5), PADDING, 4), widths(6)),
+    prefix_parents=(-1, 0, 0, 1),
+    attach=((1,) * 7, (3,) * 7, (-1,) * 7),
+)
+NAMES = ("tree_wy_solve", "tree_wy_commit", "tree_wy_commit_", "tree_conv", "tree_attention")
+FUNCTIONAL = tuple(name for name in NAMES if not name.endswith("_"))
+
+
+def arguments(name: str, structure: Structure = TREES, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    solve = structure.solve_inputs(dtype)
+    batch, num_nodes = solve.parents.shape
+    accepted = torch.where(torch.arange(batch) == 1, -1, num_nodes - 1)
+    written = (solve.value, solve.key, solve.log_decay, solve.parents, accepted)
+    if name == "tree_wy_solve":
+        return tuple(solve)
+    if name == "tree_wy_commit":
+        return (solve.committed_state, *written)
+    if name == "tree_wy_commit_":
+        pool = torch.cat([solve.committed_state, solve.committed_state])
+        return (pool, torch.arange(batch) * 2, *written)
+    if name == "tree_conv":
+        return tuple(structure.conv_inputs(dtype))
+    return tuple(structure.attention_inputs(dtype))
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.treewy, name).default
+
+
+def as_views(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same numbers as transposed views, or as slices of something wider."""
+
+    def view(x: Tensor) -> Tensor:
+        if x.ndim >= 3:
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+    return tuple(view(x) if isinstance(x, Tensor) else x for x in values)
+
+
+LAYOUTS: dict[str, Callable[[str], tuple[Any, ...]]] = {
+    "contiguous": arguments,
+    "views with a prefix": lambda name: as_views(arguments(name, WITH_PREFIX)),
+    "one node, bfloat16": lambda name: arguments(name, Structure(((-1,),) * 2), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str, layout: str) -> None:
+    torch.library.opcheck(operator(name), LAYOUTS[layout](name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_views_give_the_same_numbers_as_contiguous_tensors(name: str) -> None:
+    plain, views = arguments(name, WITH_PREFIX), as_views(arguments(name, WITH_PREFIX))
+    results = operator(name)(*plain), operator(name)(*views)
+    if name == "tree_wy_commit_":
+        results = plain[0], views[0]
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True):
+        assert relative_error(b, a) <= FLOAT32
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_compiles_to_one_graph_that_equals_eager(name: str) -> None:
+    function = getattr(ops, name)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for structure in (TREES, Structure((widths(1, 5), chain(7), widths(2, 2)), seed=1)):
+        values = arguments(name, structure)
+        expected, results = function(*values), compiled(*values)
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (expected, results)), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_commit_in_place_writes_the_pool_itself_under_compile() -> None:
+    pool, *rest = arguments("tree_wy_commit_")
+    expected = pool.clone()
+    ops.tree_wy_commit_(expected, *rest)
+    address = pool.data_ptr()
+    compiled = torch.compile(ops.tree_wy_commit_, fullgraph=True, backend="aot_eager")
+    assert compiled(pool, *rest) is None
+    assert pool.data_ptr() == address
+    assert torch.equal(pool, expected)
+
+
+def test_a_commit_of_a_clone_reads_what_was_there_before_the_write() -> None:
+    def commit_twice(pool: Tensor, *rest: Tensor) -> Tensor:
+        before = pool.clone()
+        ops.tree_wy_commit_(pool, *rest)
+        return before
+
+    pool, *rest = arguments("tree_wy_commit_")
+    original = pool.clone()
+    before = torch.compile(commit_twice, fullgraph=True, backend="aot_eager")(pool, *rest)
+    assert torch.equal(before, original)
+    assert not torch.equal(pool, original)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
+    class Call(torch.nn.Module):
+        def forward(self, *values: Any) -> Any:
+            results = getattr(ops, name)(*values)
+            return values[0] * 1 if results is None else results
+
+    values, other = arguments(name, WITH_PREFIX), arguments(name, Structure((widths(2, 1),) * 5, seed=3))
+    batch, nodes = torch.export.Dim("batch"), torch.export.Dim("nodes")
+    prefix = torch.export.Dim("prefix")
+    dynamic = []
+    for position, x in enumerate(values):
+        rows, columns = {0: batch}, {0: batch, 1: nodes}
+        if not isinstance(x, Tensor):
+            dynamic.append(None)
+        elif name == "tree_wy_solve" and 7 <= position < 11:
+            dynamic.append({**columns, 2: prefix} if position == 10 else {0: batch, 1: prefix})
+        elif name == "tree_conv" and position in (2, 3):
+            dynamic.append({})
+        elif name == "tree_wy_commit_" and position == 0:
+            dynamic.append({0: torch.export.Dim("slots")})
+        elif x.ndim == 1 or (name, position) in ROWS_ONLY:
+            dynamic.append(rows)
+        else:
+            dynamic.append(columns)
+    exported = torch.export.export(Call(), values, dynamic_shapes=(tuple(dynamic),))
+    targets = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert operator(name) in targets
+    expected, results = getattr(ops, name)(*clone(other)), exported.module()(*clone(other))
+    if expected is not None:
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (expected, results)), strict=True):
+            assert torch.equal(a, b)
+
+
+ROWS_ONLY = {
+    ("tree_wy_solve", 5),
+    ("tree_wy_commit", 0),
+    ("tree_conv", 1),
+    ("tree_attention", 3),
+    ("tree_attention", 4),
+}
+
+
+def clone(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in values)
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_the_fake_is_shapes_only(name: str) -> None:
+    """An engine's plugin generator asks for no less: float32 for every tensor, a fresh symbol for every dimension."""
+    environment = ShapeEnv()
+    values = arguments(name, WITH_PREFIX)
+    with FakeTensorMode(shape_env=environment):
+        fakes: list[Any] = []
+        for position, x in enumerate(values):
+            if not isinstance(x, Tensor):
+                fakes.append(x)
+                continue
+            sizes = []
+            for dimension in range(x.ndim):
+                source = LocalSource(f"size_{position}_{dimension}")
+                symbol = environment.create_symbol(5, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+                sizes.append(environment.create_symintnode(symbol, hint=5, source=source))
+            fakes.append(torch.empty(sizes))
+        results = operator(name)(*fakes)
+    assert not environment.guards
+    assert not environment.replacements
+    first = results[0] if isinstance(results, tuple) else results
+    assert first.dtype == fakes[0].dtype
+    assert first.shape == fakes[0].shape
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_first_result_has_the_dtype_of_the_first_argument(name: str, dtype: torch.dtype) -> None:
+    results = getattr(ops, name)(*arguments(name, dtype=dtype))
+    assert (results[0] if isinstance(results, tuple) else results).dtype == dtype
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_backward_raises(name: str) -> None:
+    first, *rest = arguments(name)
+    results = getattr(ops, name)(first.requires_grad_(), *rest)
+    first_result = results[0] if isinstance(results, tuple) else results
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        first_result.sum().backward()
+
+
+def test_importing_the_operators_imports_nothing_above_them() -> None:
+    program = (
+        "import sys, treewy.ops\n"
+        "above = ('transformers', 'treewy.passes', 'treewy_compile')\n"
+        "found = [name for name in sys.modules if name.startswith(above)]\n"
+        "assert not found, found\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+
+def test_the_public_names_are_the_exported_ones() -> None:
+    assert set(NAMES) < set(ops.__all__)
+    assert all(getattr(ops, name).__doc__ for name in ops.__all__ if name != "PADDING")

@@ -1,0 +1,128 @@
+"""Every message that a wrong argument gives."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strategies_ops import Structure, widths
+from treewy import ops
+
+STRUCTURE = Structure((widths(2, 2),) * 3, prefix_parents=(-1, 0), attach=((1,) * 7,) * 3)
+SOLVE = STRUCTURE.solve_inputs(torch.float32)._asdict()
+CONV = STRUCTURE.conv_inputs(torch.float32)._asdict()
+ATTENTION = STRUCTURE.attention_inputs(torch.float32)._asdict()
+WRITTEN = {
+    "pseudo_value": SOLVE["value"],
+    "key": SOLVE["key"],
+    "log_decay": SOLVE["log_decay"],
+    "parents": SOLVE["parents"],
+    "accepted_node": torch.tensor([0, 1, 2]),
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "tree_wy_solve": SOLVE,
+    "tree_wy_commit": {"committed_state": SOLVE["committed_state"], **WRITTEN},
+    "tree_wy_commit_": {"state_pool": SOLVE["committed_state"], "slots": torch.tensor([0, 1, 2]), **WRITTEN},
+    "tree_conv": CONV,
+    "tree_attention": ATTENTION,
+}
+TENSORS = [(call, name) for call, values in CALLS.items() for name, x in values.items() if isinstance(x, Tensor)]
+INDICES = [(call, name) for call, name in TENSORS if CALLS[call][name].dtype == torch.int64]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_arguments_of_these_tests_are_right(call: str) -> None:
+    getattr(ops, call)(**CALLS[call])
+
+
+@pytest.mark.parametrize(("call", "name"), TENSORS)
+def test_a_wrong_rank_is_named_with_the_shape_and_the_layout(call: str, name: str) -> None:
+    wrong = CALLS[call][name][None, None]
+    with pytest.raises(ValueError, match=rf"{name} has shape {re.escape(str(tuple(wrong.shape)))}, expected \["):
+        getattr(ops, call)(**{**CALLS[call], name: wrong})
+
+
+def free_dimensions(call: str, name: str) -> set[int]:
+    """The dimensions that may have any size, or any multiple: slots, columns, taps, query heads."""
+    free = {
+        ("tree_wy_commit_", "state_pool"): {0},
+        ("tree_conv", "window"): {2},
+        ("tree_conv", "weight"): {1},
+        ("tree_attention", "query"): {2},
+    }
+    return free.get((call, name), set())
+
+
+@pytest.mark.parametrize(("call", "name"), TENSORS)
+def test_a_wrong_size_is_refused_with_the_shapes(call: str, name: str) -> None:
+    right = CALLS[call][name]
+    for dimension in set(range(right.ndim)) - free_dimensions(call, name):
+        wrong = torch.cat([right, right], dim=dimension)
+        # The sizes come from some tensors; a wrong one of these may show in the tensor compared with it.
+        with pytest.raises(ValueError, match=r"has shape \(.*\), expected \[.*\] = \(.*\)|heads, expected a multiple"):
+            getattr(ops, call)(**{**CALLS[call], name: wrong})
+
+
+@pytest.mark.parametrize(("call", "name"), INDICES)
+def test_indices_have_an_integer_dtype(call: str, name: str) -> None:
+    message = f"{name} has dtype torch.float32, expected torch.int64 or torch.int32"
+    with pytest.raises(ValueError, match=message):
+        getattr(ops, call)(**{**CALLS[call], name: CALLS[call][name].float()})
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_int32_indices_are_accepted(call: str) -> None:
+    values = {name: x.clone() if isinstance(x, Tensor) else x for name, x in CALLS[call].items()}
+    indices = {name: values[name].int() for other, name in INDICES if other == call}
+    getattr(ops, call)(**{**values, **indices})
+
+
+def test_the_prefix_mask_is_a_mask() -> None:
+    with pytest.raises(ValueError, match=r"prefix_mask has dtype torch.int64, expected torch.bool"):
+        ops.tree_wy_solve(**{**SOLVE, "prefix_mask": SOLVE["prefix_mask"].long()})
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("tree_wy_solve", "value"), ("tree_wy_commit", "pseudo_value"), ("tree_attention", "query")]
+)
+def test_heads_divide_into_groups(call: str, name: str) -> None:
+    group = "key"
+    message = rf"{name} has 5 heads, expected a multiple of the 2 of {group}"
+    with pytest.raises(ValueError, match=message):
+        getattr(ops, call)(**{**CALLS[call], name: CALLS[call][name][:, :, :5]})
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [("tree_wy_solve", "value"), ("tree_wy_commit", "pseudo_value"), ("tree_conv", "x"), ("tree_attention", "query")],
+)
+def test_a_tree_has_a_node(call: str, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} has 0 nodes, expected at least 1 \(pad with parent -2\)"):
+        getattr(ops, call)(**{**CALLS[call], name: CALLS[call][name][:, :0]})
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("tree_wy_solve", "log_decay"),
+        ("tree_wy_solve", "prefix_log_decay"),
+        ("tree_wy_commit", "log_decay"),
+        ("tree_wy_commit_", "log_decay"),
+    ],
+)
+def test_a_decay_for_each_channel_is_refused(call: str, name: str) -> None:
+    wrong = CALLS[call][name][..., None].expand(-1, -1, -1, 7)
+    with pytest.raises(ValueError, match=rf"{name} has shape .*, a decay for each key channel, which is not supported"):
+        getattr(ops, call)(**{**CALLS[call], name: wrong})
+
+
+def test_a_kernel_has_a_tap() -> None:
+    with pytest.raises(ValueError, match=r"weight has shape \(5, 0\), expected \[C, Kw\] with Kw at least 1"):
+        ops.tree_conv(**{**CONV, "weight": CONV["weight"][:, :0]})
+
+
+def test_an_activation_is_known() -> None:
+    with pytest.raises(ValueError, match='activation is \'gelu\', expected "silu" or ""'):
+        ops.tree_conv(**{**CONV, "activation": "gelu"})
