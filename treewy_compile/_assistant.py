@@ -47,6 +47,10 @@ class AssistantDrafter:
             threshold = config.assistant_confidence_threshold
             self._confidence = _DEFAULT_CONFIDENCE if threshold is None else threshold
         self._levels = _levels_of(_parents_of(tree))
+        widest = max(max(ranks) + 1 for _, ranks in self._levels)
+        vocab_size = draft_model.config.get_text_config(decoder=True).vocab_size
+        if widest > vocab_size:
+            raise ValueError(f"a node has {widest} children, but the draft model has only {vocab_size} tokens to offer")
         self.reset()
         Session(draft_model)  # refuses unsupported layers now rather than in the first round
 
@@ -56,6 +60,7 @@ class AssistantDrafter:
         self._seen = torch.empty(0, dtype=torch.int64)  # tokens committed to the draft model's stores [B]
         self._pending = torch.empty(0, dtype=torch.int64)  # of the nodes on trial, how many are emitted tokens [B]
         self._node_tokens: list[Tensor] = []  # tokens of the nodes on trial
+        self._prompt_logits = torch.empty(0)  # where the first proposal starts [B, 1, V]
 
     def reorder(self, index: Tensor) -> None:
         """Let row ``i`` continue what row ``index[i]`` was."""
@@ -63,7 +68,7 @@ class AssistantDrafter:
             index = index.to(self._seen.device)
             self._settle(torch.empty(len(self._seen), 0, dtype=torch.int64), torch.zeros_like(self._seen))
             self._session.cache.reorder_rows(index)
-            self._seen = self._seen[index]
+            self._seen, self._prompt_logits = self._seen[index], self._prompt_logits[index]
 
     def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
         """Run the draft model level by level and propose its most probable continuations."""
@@ -102,18 +107,17 @@ class AssistantDrafter:
             self._settle(token_ids.to(self._model.device), num_tokens.to(self._model.device))
 
     def _catch_up(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Feed what was emitted since; return the last token's logits [B, 1, V] and its node [B], -1 if committed."""
+        """Feed what was emitted since; return the last token's logits [B, 1, V] and its node [B], -1 after prefill."""
         if self._session is None:
             self._session = Session(self._model)
             size = int(lengths.max())
             source = torch.arange(size, device=tokens.device) - (size - lengths[:, None])  # pads go to the left
-            logits = self._session.prefill(tokens.gather(1, source.clamp(min=0)), source >= 0)
+            self._prompt_logits = self._session.prefill(tokens.gather(1, source.clamp(min=0)), source >= 0)[:, None]
             self._seen = lengths
-            self._pending = torch.zeros_like(lengths)
-            return logits[:, None], self._pending - 1
-        if self._session.num_nodes:
-            self._settle(tokens[:, :0], torch.zeros_like(lengths))
+        self._settle(tokens[:, :0], torch.zeros_like(lengths))
         self._pending = lengths - self._seen
+        if not bool(self._pending.any()):
+            return self._prompt_logits, self._pending - 1
         index = torch.arange(int(self._pending.max()), device=tokens.device)
         chain = tokens.gather(1, (self._seen[:, None] + index).clamp(max=tokens.shape[1] - 1))
         logits = self._extend(chain, torch.where(index < self._pending[:, None], index - 1, PADDING))
@@ -126,7 +130,7 @@ class AssistantDrafter:
         return self._session.extend(token_ids, parents)
 
     def _settle(self, emitted: Tensor, num_emitted: Tensor) -> None:
-        """Commit the nodes that were emitted: all pending ones, and the drafts that agree with ``emitted`` [B, M]."""
+        """Commit the nodes that were emitted: pending ones, and the drafts that agree with ``emitted`` [B, M]."""
         assert self._session is not None
         parents = self._session.parents
         if parents is None:
@@ -134,8 +138,9 @@ class AssistantDrafter:
         after_root = depths(parents) - self._pending[:, None]  # 0 for the first drafted level
         padded = torch.nn.functional.pad(emitted, (0, 1)).to(parents.device)  # at least one column to gather from
         expected = padded.gather(1, after_root.clamp(0, padded.shape[1] - 1))
-        agrees = (after_root < num_emitted[:, None]) & (torch.cat(self._node_tokens, dim=1) == expected)
-        accepted = deepest_accepted(agrees | (after_root < 0), parents)
+        agrees = (after_root < 0) | (torch.cat(self._node_tokens, dim=1) == expected)
+        # never the last emitted token: its logits are what the next proposal starts from
+        accepted = deepest_accepted(agrees & (after_root < num_emitted[:, None] - 1), parents)
         self._seen = self._seen + torch.where(
             accepted >= 0, depths(parents).gather(1, accepted.clamp(min=0)[:, None])[:, 0] + 1, 0
         )

@@ -7,9 +7,9 @@ from typing import Any, TypeVar, overload
 
 from transformers import PreTrainedModel
 
-from treewy._cache import TreeCache
 from treewy._draft_tree import DraftTree, parents_from_widths
 from treewy._generate import COMMIT_POLICIES, CompiledGenerate, CompileOptions
+from treewy._session import Session
 from treewy.passes import find_gdn_layers
 
 T = TypeVar("T")
@@ -114,7 +114,10 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(vars(model).get("generate"), CompiledGenerate):
         raise ValueError(f"{type(model).__name__} is not compiled by treewy; call treewy.compile(model) first")
+    replaced = model.generate.replaced
     del model.generate
+    if replaced is not None:
+        model.generate = replaced
     return model
 
 
@@ -174,7 +177,7 @@ def _compile_model(model: PreTrainedModel, options: CompileOptions) -> PreTraine
             f"no Gated DeltaNet rule that treewy knows in {what} (model type {config.model_type!r}); it supports "
             "hybrids such as Qwen3.5 and Qwen3-Next; attention-only models need no compiling for assisted generation"
         )
-    TreeCache(config, layers, COMMIT_POLICIES[options.commit])  # refuses layers that have no store of ours
+    Session(model)  # refuses layers that have no store of ours, and attention that takes no mask
     if isinstance(vars(model).get("generate"), CompiledGenerate):
         restore(model)
     model.generate = CompiledGenerate(model, options)

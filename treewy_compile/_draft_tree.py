@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -52,6 +53,8 @@ class DraftTree:
         draft_probs: Tensor | None = None,
         sampling: Sampling = "top",
     ) -> None:
+        if not isinstance(token_ids, Tensor) or not isinstance(parents, Tensor):
+            raise TypeError("token_ids and parents must be tensors; wrap them in torch.tensor")
         if token_ids.ndim != 2:
             raise ValueError(f"token_ids must be [B, N], not {list(token_ids.shape)}")
         batch, size = token_ids.shape
@@ -74,7 +77,8 @@ class DraftTree:
                 )
         if sampling not in ("top", "with_replacement", "without_replacement"):
             raise ValueError(f"sampling {sampling!r} must be 'top', 'with_replacement' or 'without_replacement'")
-        _check_values(parents, num_nodes)
+        if token_ids.device.type != "meta":  # where there are no values to check
+            _check_values(parents, num_nodes)
         for name, value in (
             ("token_ids", token_ids),
             ("parents", parents),
@@ -115,7 +119,9 @@ class DraftTree:
 
 def parents_from_widths(widths: Sequence[int]) -> list[int]:
     """Return the parents of a tree given by its widths, level by level."""
-    if len(widths) == 0 or any(not isinstance(width, int) or width < 1 for width in widths):
+    if not isinstance(widths, Sequence):
+        raise TypeError(f"widths {widths!r} must be a sequence with one integer a level; (1, 1, 1) is a chain of 3")
+    if len(widths) == 0 or any(not isinstance(width, Integral) or width < 1 for width in widths):
         raise ValueError(f"widths {tuple(widths)} must be positive integers, one a level; (1, 1, 1) is a chain of 3")
     parents: list[int] = []
     level_start, level_size = -1, 1  # the root

@@ -14,15 +14,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from treewy._assistant import AssistantDrafter
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter, PromptLookupDrafter
-from treewy._greedy import GreedyChoice
+from treewy._greedy import GreedyDecoding
 from treewy._nodes import Nodes, SnapshotNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
 from treewy._stats import SpeculationStats
-from treewy._stopping import Stopping
 
 COMMIT_POLICIES: dict[str, Callable[[], Nodes]] = {"immediate": WyNodes, "snapshots": SnapshotNodes}
 
+_OUR_ARGUMENTS = ("draft_tree", "drafter")
 _UNSUPPORTED_ARGUMENTS = {
     "assistant_early_exit": "pass an assistant_model or prompt_lookup_num_tokens",
     "assistant_tokenizer": "pass an assistant that shares the model's tokenizer",
@@ -32,6 +32,7 @@ _UNSUPPORTED_ARGUMENTS = {
     "inputs_embeds": "pass input_ids, which drafts continue",
     "negative_prompt_ids": "leave it out",
     "past_key_values": "pass the whole text as input_ids",
+    "position_ids": "leave it out, positions follow from attention_mask",
     "synced_gpus": "leave it out",
     "use_mtp": "pass an assistant_model or prompt_lookup_num_tokens",
 }
@@ -71,8 +72,17 @@ class CompiledGenerate:
     def __init__(self, model: PreTrainedModel, options: CompileOptions) -> None:
         self._model = model
         self.options = options
+        self.replaced = vars(model).get("generate")  # one that was set on this model, rather than its class
         self.original = model.generate
         self.__doc__ = model.generate.__doc__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Hugging Face's arguments and ours."""
+        ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _OUR_ARGUMENTS]
+        theirs = inspect.signature(self.original)
+        *named, rest = theirs.parameters.values()
+        return theirs.replace(parameters=[*named, *ours, rest])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate; see ``GenerationMixin.generate``, plus ``draft_tree`` and ``drafter``.
@@ -89,6 +99,12 @@ class CompiledGenerate:
         Raises:
             ValueError: If an argument cannot be combined with a drafter.
         """
+        for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+            if getattr(self._model.generation_config, name, None):
+                raise ValueError(
+                    f"model.generation_config.{name} is set, so transformers would choose its own assisted decoding; "
+                    "set it to None and pass assistant_model or prompt_lookup_num_tokens to generate"
+                )
         draft_tree = kwargs.pop("draft_tree", None)
         drafter = kwargs.pop("drafter", None)
         arguments = inspect.signature(self.original).bind(*args, **kwargs).arguments
@@ -112,10 +128,10 @@ class CompiledGenerate:
             drafter = self._assistant_drafter(assistant, self.options.tree if draft_tree is None else draft_tree)
         elif lookup is not None:
             drafter = PromptLookupDrafter(lookup, lookup_ngram or 2)
-        elif not isinstance(drafter, Drafter):
+        elif not isinstance(drafter, Drafter) or isinstance(drafter, type):
             raise ValueError(
-                f"drafter={drafter!r} lacks methods of treewy.Drafter (propose, update, reset, reorder); "
-                "see treewy.PromptLookupDrafter for a small one"
+                f"drafter={drafter!r} is not an object with the methods of treewy.Drafter (propose, update, reset, "
+                "reorder); see treewy.PromptLookupDrafter for a small one"
             )
         for name in _UNSUPPORTED_ARGUMENTS:
             if arguments.get(name) is not None:
@@ -172,14 +188,15 @@ class CompiledGenerate:
                 f"max_length is {generation_config.max_length} but max_cache_len is {options.max_cache_len}; "
                 "compile with a larger max_cache_len or generate less"
             )
-        choice = GreedyChoice(logits_processor, len(input_ids))
-        stopping = Stopping(stopping_criteria, len(input_ids))
+        decoding = GreedyDecoding(logits_processor, stopping_criteria, len(input_ids))
         session = Session(model, COMMIT_POLICIES[options.commit], options.max_cache_len)
         device = input_ids.device
 
         model_kwargs[session.cache_keyword] = session.cache
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
+        if mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask is {list(mask.shape)} but input_ids is {list(input_ids.shape)}")
         output = model._prefill(input_ids, generation_config, model_kwargs)
         session.start(mask.to(model.device))
 
@@ -191,8 +208,7 @@ class CompiledGenerate:
         rounds = Rounds(
             session,
             drafter,
-            choice,
-            stopping,
+            decoding,
             input_ids.to(model.device),
             mask.to(model.device),
             model.config.get_text_config(decoder=True).vocab_size,

@@ -1,12 +1,21 @@
-"""Greedy choice of the next token, with Hugging Face's logits processors."""
+"""Greedy decoding of a verified tree: what is emitted, and which node is committed.
+
+Plain generation calls Hugging Face's processors and criteria once a token, on the text before it and after it. So does
+the walk in here: it follows the target's choices from the root and stops where the tree or the text ends, so that a
+rejected token is never seen. Without processors, and with no criteria but length and end-of-sequence tokens, all nodes
+are decided at once.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process
+from transformers.generation import stopping_criteria as stopping
 
 from treewy._accept import greedy_accept
-from treewy.ops import PADDING
+from treewy.ops import PADDING, path_to_node
 
 # Processors that look at each row by itself and keep nothing between calls.
 _ROWWISE = (
@@ -24,65 +33,115 @@ _ROWWISE = (
 )
 
 
-class GreedyChoice:
-    """Choose tokens as plain greedy generation does.
-
-    A processor sees each accepted token's own path, in order, and never a rejected one: with processors the tree is
-    walked from the root, and only the node that was reached is processed.
+@dataclass(frozen=True)
+class Emission:
+    """What one round emits.
 
     Args:
-        processors: Hugging Face's processors.
+        token_ids: Emitted tokens [B, M], padded to the right.
+        num_tokens: How many a row [B]; 0 for a row of padding.
+        num_accepted: How many of them were drafted [B]; the rest, at most one, is the bonus token.
+        ended: Whether the row ends with them [B].
+        node: The node to commit [B]: all that was emitted but the last token, which is the next root; -1 for padding.
+    """
+
+    token_ids: Tensor
+    num_tokens: Tensor
+    num_accepted: Tensor
+    ended: Tensor
+    node: Tensor
+
+
+class GreedyDecoding:
+    """Decide as plain greedy generation does.
+
+    Args:
+        processors: Hugging Face's logits processors.
+        criteria: Hugging Face's stopping criteria, the maximum length among them.
         batch: Rows.
 
     Raises:
-        ValueError: If a processor cannot be applied row by row and there are several rows.
+        ValueError: If a processor or criterion cannot be applied row by row and there are several rows.
     """
 
-    def __init__(self, processors: LogitsProcessorList, batch: int) -> None:
-        for processor in processors:
-            if batch > 1 and not isinstance(processor, _ROWWISE):
-                raise ValueError(
-                    f"logits processor {type(processor).__name__} may mix rows or count calls, so it cannot be used "
-                    f"with a drafter and {batch} rows; generate row by row"
-                )
+    def __init__(self, processors: LogitsProcessorList, criteria: StoppingCriteriaList, batch: int) -> None:
         self._processors = processors
+        self._criteria = criteria
+        self._max_length = criteria.max_length
+        self._eos = [c.eos_token_id for c in criteria if isinstance(c, stopping.EosTokenCriteria)]
+        others = [c for c in criteria if not isinstance(c, stopping.MaxLengthCriteria | stopping.EosTokenCriteria)]
+        self._one_by_one = len(processors) > 0 or len(others) > 0
+        if batch > 1:
+            for processor in processors:
+                if not isinstance(processor, _ROWWISE):
+                    raise ValueError(
+                        f"logits processor {type(processor).__name__} may mix rows or count calls, so it cannot be "
+                        f"used with a drafter and {batch} rows; generate row by row"
+                    )
+            for criterion in others:
+                if not (isinstance(criterion, stopping.MaxTimeCriteria | stopping.StopStringCriteria) and self._eos):
+                    raise ValueError(
+                        f"stopping criterion {type(criterion).__name__} cannot be used with a drafter and {batch} "
+                        "rows: how a row goes on behind it depends on the other rows; generate row by row"
+                    )
 
-    def first(self, logits: Tensor, texts: list[Tensor]) -> Tensor:
-        """Choose the token [B] after the prompt, given its logits [B, V] and each row's text so far."""
-        return torch.stack([self._choose(row, text) for row, text in zip(logits, texts, strict=True)])
-
-    def accept(self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Find the accepted node and the bonus token behind it.
+    def emit(self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]) -> Emission:
+        """Follow the target's choices through the tree.
 
         Args:
             logits: The target's logits [B, N, V] after each node.
-            token_ids: Tokens of the nodes, the root (last emitted token) first [B, N].
-            parents: Their parents [B, N].
-            texts: Each row's prompt and emitted tokens, the root included.
-
-        Returns:
-            Accepted node [B] (0 the root, -1 for a row of padding) and bonus token [B].
+            token_ids: Tokens of the nodes, the root (last token of the text) first [B, N].
+            parents: Their parents [B, N]; a row whose root is padding emits nothing.
+            texts: Each row's text so far, pads included, the root included.
         """
-        if not self._processors:
-            chosen = logits.float().argmax(dim=-1)
-            node = greedy_accept(token_ids, parents, chosen)
-            return node, chosen.gather(1, node.clamp(min=0)[:, None])[:, 0]
-        walked = [self._walk(*row) for row in zip(logits, token_ids, parents, texts, strict=True)]
-        nodes, tokens = zip(*walked, strict=True)
-        return torch.tensor(nodes, device=logits.device), torch.tensor(tokens, device=logits.device)
+        if self._one_by_one:
+            return self._walk(logits, token_ids, parents, texts)
+        chosen = logits.float().argmax(dim=-1)
+        node = greedy_accept(token_ids, parents, chosen)
+        path, length = path_to_node(parents, node)
+        bonus = chosen.gather(1, node.clamp(min=0)[:, None])
+        on_path = token_ids.gather(1, path.clamp(min=0))
+        emitted = on_path.roll(-1, dims=1).scatter(1, (length - 1).clamp(min=0)[:, None], bonus)
 
-    def _walk(self, logits: Tensor, token_ids: Tensor, parents: Tensor, text: Tensor) -> tuple[int, int]:
+        room = self._max_length - torch.tensor([len(text) for text in texts], device=length.device)
+        room = room.clamp(min=1)  # like plain generation, which looks at the length after it has emitted
+        count = torch.minimum(length, room)
+        ended = count == room
+        for eos in self._eos:
+            found = torch.isin(emitted, eos.to(emitted.device))
+            found &= torch.arange(emitted.shape[1], device=emitted.device) < count[:, None]
+            count = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, count)
+            ended = ended | found.any(dim=1)
+        last = path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        accepted = torch.minimum(count, length - 1).clamp(min=0)
+        longest = max(1, int(count.max()))
+        return Emission(emitted[:, :longest], count, accepted, ended, torch.where(count > 0, last, -1))
+
+    def _walk(self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]) -> Emission:
+        walked = [self._walk_row(*row) for row in zip(logits, token_ids, parents, texts, strict=True)]
+        tokens, accepted, ended, nodes = zip(*walked, strict=True)
+        device = token_ids.device
+        return Emission(
+            torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True),
+            torch.tensor([len(row) for row in tokens], device=device),
+            torch.tensor(accepted, device=device),
+            torch.tensor(ended, device=device),
+            torch.tensor(nodes, device=device),
+        )
+
+    def _walk_row(
+        self, logits: Tensor, token_ids: Tensor, parents: Tensor, text: Tensor
+    ) -> tuple[Tensor, int, bool, int]:
+        """Return the emitted tokens, how many of them were drafted, whether the row ends, and the node to commit."""
         if int(parents[0]) == PADDING:
-            return -1, 0
-        node = 0
+            return text[:0], 0, False, -1
+        start, node = len(text), 0
         while True:
-            token = self._choose(logits[node], text)
+            scores = self._processors(text[None], logits[node, None].to(torch.float32, copy=True))
+            token = scores.argmax(dim=-1)
+            text = torch.cat([text, token])
+            ended = bool(self._criteria(text[None], None).all())
             child = ((parents == node) & (token_ids == token)).nonzero()
-            if len(child) == 0:
-                return node, int(token)
+            if ended or len(child) == 0:
+                return text[start:], len(text) - start - (len(child) == 0), ended, node
             node = int(child[0])
-            text = torch.cat([text, token[None]])
-
-    def _choose(self, logits: Tensor, text: Tensor) -> Tensor:
-        scores: Tensor = self._processors(text[None], logits[None].float().clone())
-        return scores.argmax(dim=-1)[0]

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter
-from treewy._greedy import GreedyChoice
+from treewy._greedy import Emission, GreedyDecoding
 from treewy._session import Session, pad_parents
 from treewy._stats import StatsCounter
-from treewy._stopping import Stopping
-from treewy.ops import depths, path_to_node
+from treewy.ops import depths
 
 
 class Rounds:
@@ -20,8 +19,7 @@ class Rounds:
     Args:
         session: The target after prefill.
         drafter: Who proposes.
-        choice: How the target chooses tokens.
-        stopping: Where rows end.
+        decoding: What the target chooses, and where rows end.
         prompt: Token ids as given, pads included [B, T].
         prompt_mask: Nonzero for real tokens [B, T].
         vocab_size: Token ids are below this.
@@ -32,8 +30,7 @@ class Rounds:
         self,
         session: Session,
         drafter: Drafter,
-        choice: GreedyChoice,
-        stopping: Stopping,
+        decoding: GreedyDecoding,
         prompt: Tensor,
         prompt_mask: Tensor,
         vocab_size: int,
@@ -44,51 +41,39 @@ class Rounds:
         self.texts = list(prompt)  # with pads, as plain generation shows them to processors and criteria
         self.ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
         self._drafter = drafter
-        self._choice = choice
-        self._stopping = stopping
+        self._decoding = decoding
         self._real = [row[mask.bool()] for row, mask in zip(prompt, prompt_mask, strict=True)]
         self._vocab_size = vocab_size
         self._emit = emit
 
     def start(self, logits: Tensor) -> None:
         """Emit the token that prefill's last logits [B, V] choose."""
-        first = self._choice.first(logits, self.texts)[:, None]
-        counts, self.ended = self._stopping.cut(first, torch.ones_like(first[:, 0]), self.texts)
-        self._append(first, counts)
-        self.stats.add_first_tokens(int(counts.sum()))
+        last = torch.stack([text[-1:] for text in self.texts])
+        emission = self._decoding.emit(logits[:, None], last, torch.full_like(last, -1), self.texts)
+        self.stats.add_first_tokens(int(emission.num_tokens.sum()))
+        self._append(emission)
 
     def step(self) -> None:
         """Run one round for all rows that have not ended."""
         draft = self._drafter.propose(*self._context())
         token_ids, parents = self._with_root(draft)
-
         logits = self.session.extend(token_ids, parents)
         cache = self.session.cache
         state_bytes, snapshot_bytes = cache.num_node_bytes, cache.num_snapshot_bytes * parents.shape[1]
-
-        node, bonus = self._choice.accept(logits, token_ids, parents, self.texts)
-        path, length = path_to_node(parents, node)
-        accepted = token_ids.gather(1, path.clamp(min=0))
-        tokens = torch.cat([accepted[:, 1:], accepted[:, :1]], dim=1)  # the root is emitted already
-        tokens = tokens.scatter(1, (length - 1).clamp(min=0)[:, None], bonus[:, None])
-        counts, ended = self._stopping.cut(tokens, length, self.texts)
-
-        # what was emitted is committed, but for its last token: that is the next root
-        last = path.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
-        self.session.commit(torch.where(counts > 0, last, -1))
+        emission = self._decoding.emit(logits, token_ids, parents, self.texts)
+        self.session.commit(emission.node)
 
         live = ~self.ended
         self.stats.add_round(
-            counts[live].tolist(),
+            emission.num_tokens[live].tolist(),
+            emission.num_accepted[live].tolist(),
             depths(parents).max(dim=1).values[live].tolist(),
             parents.shape[1],
             state_bytes,
             snapshot_bytes,
         )
-        tokens = tokens[:, : max(1, int(counts.max()))]
-        self._append(tokens, counts)
-        self.ended = self.ended | ended
-        self._drafter.update(tokens, counts)
+        self._append(emission)
+        self._drafter.update(emission.token_ids, emission.num_tokens)
 
     def _context(self) -> tuple[Tensor, Tensor]:
         """Return the real tokens of all rows padded to the right, and their lengths."""
@@ -123,9 +108,10 @@ class Rounds:
         parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], dim=1)
         return token_ids, pad_parents(parents, torch.where(self.ended, 0, draft.num_nodes + 1))
 
-    def _append(self, tokens: Tensor, counts: Tensor) -> None:
-        for row, count in enumerate(counts.tolist()):
-            new = tokens[row, :count]
+    def _append(self, emission: Emission) -> None:
+        self.ended = self.ended | emission.ended
+        for row, count in enumerate(emission.num_tokens.tolist()):
+            new = emission.token_ids[row, :count]
             self.texts[row] = torch.cat([self.texts[row], new])
             self._real[row] = torch.cat([self._real[row], new])
             for token in new.tolist():

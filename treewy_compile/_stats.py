@@ -51,9 +51,15 @@ class StatsCounter:
         self._tokens += num_tokens
 
     def add_round(
-        self, num_tokens: list[int], draft_depths: list[int], nodes: int, state_bytes: int, snapshot_bytes: int
+        self,
+        num_tokens: list[int],
+        num_accepted: list[int],
+        draft_depths: list[int],
+        nodes: int,
+        state_bytes: int,
+        snapshot_bytes: int,
     ) -> None:
-        """Count one round: tokens emitted and depth drafted, of each row that took part."""
+        """Count one round: tokens emitted, how many of them drafted, and depth drafted, of each row that took part."""
         self._rounds += 1
         self._row_rounds += len(num_tokens)
         self._tokens += sum(num_tokens)
@@ -61,13 +67,13 @@ class StatsCounter:
         self._nodes = max(self._nodes, nodes)
         self._state_bytes = max(self._state_bytes, state_bytes)
         self._snapshot_bytes = max(self._snapshot_bytes, snapshot_bytes)
-        for emitted, depth in zip(num_tokens, draft_depths, strict=True):
+        for accepted, depth in zip(num_accepted, draft_depths, strict=True):
             missing = depth - len(self._reached)
             self._reached += [0] * missing
             self._emitted += [0] * missing
             for level in range(depth):
                 self._reached[level] += 1
-                self._emitted[level] += level + 1 < emitted
+                self._emitted[level] += level < accepted
 
     def summary(self) -> SpeculationStats:
         """Return what was counted."""

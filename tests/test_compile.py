@@ -1,0 +1,482 @@
+"""`treewy.compile` and `treewy.restore`: in place on one model, and nothing else in the process changes."""
+
+import copy
+import io
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel, Qwen3NextForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+import treewy
+from api_models import (
+    BATCH,
+    BATCH_MASK,
+    MIXED,
+    PROMPT,
+    FixedDrafter,
+    cache_keyword,
+    knowing,
+    model_snapshot,
+    modeling_globals,
+    noisy_draft,
+    plain_text,
+)
+from models import FAMILIES, fresh_model, plain_model
+from scripted import perfect
+from treewy.passes import find_gdn_layers, redirect_gdn_layers
+
+NEW = 14
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def speculate(model: PreTrainedModel, prompt: Tensor = PROMPT, max_new_tokens: int = NEW, **options: Any) -> Any:
+    """Generate with a draft model that is sometimes right, as a tree."""
+    options = {"assistant_model": noisy_draft("qwen3_next"), "draft_tree": (2, 2, 1), "do_sample": False} | options
+    return model.generate(prompt, max_new_tokens=max_new_tokens, **options)
+
+
+def stats_of(model: PreTrainedModel, **options: Any) -> treewy.SpeculationStats:
+    stats: treewy.SpeculationStats = speculate(model, return_dict_in_generate=True, **options).speculation
+    return stats
+
+
+# In place, as a call and as a decorator.
+
+
+def test_compile_returns_the_model_it_was_given_and_it_speculates(family: str) -> None:
+    model = fresh_model(family)
+    assert treewy.compile(model) is model
+    expected = plain_text(plain_model(family), PROMPT, NEW)
+    assert torch.equal(speculate(model), expected)
+    assert torch.equal(speculate(model, prompt_lookup_num_tokens=3, assistant_model=None, draft_tree=None), expected)
+
+
+def test_compile_decorates_a_function_that_returns_a_model() -> None:
+    @treewy.compile
+    def load(family: str, *, seed: int) -> PreTrainedModel:
+        """Load."""
+        return fresh_model(family, seed)
+
+    assert (load.__name__, load.__doc__) == ("load", "Load.")
+    model = load("qwen3_next", seed=0)
+    assert torch.equal(speculate(model), plain_text(plain_model("qwen3_next"), PROMPT, NEW))
+    assert "generate" not in vars(fresh_model("qwen3_next"))
+
+
+def test_compile_decorates_a_function_with_options() -> None:
+    @treewy.compile(tree=(3, 1), commit="snapshots")
+    def load() -> PreTrainedModel:
+        return fresh_model("qwen3_next")
+
+    stats = stats_of(load(), draft_tree=None)
+    assert stats.nodes == 1 + 3 + 3
+    assert stats.state_bytes == stats.snapshot_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": (3, 1)}])
+def test_compile_decorates_a_model_class(options: dict[str, Any], tmp_path: Path) -> None:
+    class Speculative(Qwen3NextForCausalLM):
+        pass
+
+    decorated = treewy.compile(**options)(Speculative) if options else treewy.compile(Speculative)
+    assert decorated is Speculative
+    plain = plain_model("qwen3_next")
+    plain.save_pretrained(tmp_path)
+    expected = plain_text(plain, PROMPT, NEW)
+    for model in (Speculative(copy.deepcopy(plain.config)), Speculative.from_pretrained(tmp_path)):
+        model.load_state_dict(plain.state_dict())
+        model.eval()
+        model.generation_config = copy.deepcopy(plain.generation_config)
+        assert type(model) is Speculative
+        assert torch.equal(speculate(model), expected)
+        assert stats_of(model, draft_tree=None if options else (3, 1)).nodes == 1 + 3 + 3
+    assert "generate" not in vars(Qwen3NextForCausalLM(copy.deepcopy(plain.config)))
+
+
+def test_a_decorated_class_compiles_its_subclasses_too() -> None:
+    @treewy.compile
+    class Speculative(Qwen3NextForCausalLM):
+        pass
+
+    class Derived(Speculative):
+        def __init__(self, config: transformers.Qwen3NextConfig) -> None:
+            super().__init__(config)
+            self.extra = torch.nn.Linear(1, 1)
+
+    model = Derived(copy.deepcopy(plain_model("qwen3_next").config)).eval()
+    expected = plain_text(treewy.restore(copy.deepcopy(model)), PROMPT, NEW)
+    assert torch.equal(speculate(model), expected)
+
+
+def test_a_decorated_function_that_returns_no_model_raises() -> None:
+    with pytest.raises(TypeError, match="returned a int, not a transformers model"):
+        treewy.compile(lambda: 3)()
+
+
+@pytest.mark.parametrize("target", [3, "model", torch.nn.Linear(1, 1), dict])
+def test_compile_of_something_else_names_it(target: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes a transformers model.*not (3|'model'|Linear|<class 'dict'>)"):
+        treewy.compile(target)
+
+
+# Options, and undoing.
+
+
+def test_a_second_compile_replaces_the_options_of_the_first() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"), tree=(3, 1), commit="snapshots")
+    treewy.compile(model, tree=(2, 1))
+    stats = stats_of(model, draft_tree=None)
+    assert stats.nodes == 1 + 2 + 2
+    assert stats.state_bytes < stats.snapshot_bytes
+    treewy.compile(model)
+    assert stats_of(model, draft_tree=(1,)).nodes == 2
+    treewy.restore(model)
+    assert "generate" not in vars(model)
+
+
+def test_a_refused_second_compile_leaves_the_first_in_place() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"), tree=(3, 1))
+    with pytest.raises(ValueError, match="rollback"):
+        treewy.compile(model, commit="rollback")
+    assert stats_of(model, draft_tree=None).nodes == 1 + 3 + 3
+
+
+def test_restore_puts_everything_back(family: str) -> None:
+    model = fresh_model(family)
+    plain_text(model, PROMPT, NEW)
+    before = model_snapshot(model)
+    treewy.compile(model)
+    speculate(model)
+    assert treewy.restore(model) is model
+    assert model_snapshot(model) == before
+    assert model.generate.__func__ is type(model).generate
+    with pytest.raises(ValueError, match="stateful"):
+        speculate(model, draft_tree=None)
+
+
+def test_restore_puts_back_a_generate_of_the_users_own() -> None:
+    # from_pretrained sets one too, for repositories with a custom generate
+    model = fresh_model("qwen3_next")
+    model.generate = own = lambda *args, **kwargs: "mine"
+    treewy.compile(treewy.compile(model))
+    treewy.restore(model)
+    assert vars(model)["generate"] is own
+
+
+def test_restore_of_a_model_that_is_not_compiled_raises() -> None:
+    model = fresh_model("qwen3_next")
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM is not compiled.*call treewy\.compile\(model\)"):
+        treewy.restore(model)
+    treewy.restore(treewy.compile(model))
+    with pytest.raises(ValueError, match="not compiled"):
+        treewy.restore(model)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_call_leaves_the_compiled_model_as_it_was(family: str, failing: bool) -> None:
+    model = treewy.compile(fresh_model(family))
+    model.model.layers[1].train()
+    next(model.parameters()).requires_grad_(True)
+    plain_text(model, PROMPT, NEW)
+    before = model_snapshot(model)
+    if failing:
+        with pytest.raises(RuntimeError, match="no idea"):
+            model.generate(PROMPT, max_new_tokens=NEW, drafter=FixedDrafter(RuntimeError("no idea"), after=2))
+    else:
+        speculate(model)
+    assert model_snapshot(model) == before
+
+
+# Plain use of a compiled model.
+
+
+def test_generate_without_a_drafter_is_hugging_faces(family: str) -> None:
+    plain, model = plain_model(family), treewy.compile(fresh_model(family), tree=(2, 2))
+    calls: list[Callable[[PreTrainedModel], Any]] = [
+        lambda m: m.generate(PROMPT, max_new_tokens=9),
+        lambda m: m.generate(inputs=PROMPT, max_new_tokens=9, num_beams=2),
+        lambda m: m.generate(PROMPT, transformers.GenerationConfig(max_new_tokens=9, repetition_penalty=1.3)),
+        lambda m: m.generate(input_ids=BATCH, attention_mask=BATCH_MASK, max_length=20),
+        lambda m: m.generate(PROMPT, max_new_tokens=9, do_sample=True, num_return_sequences=3, top_k=5),
+    ]
+    for number, call in enumerate(calls):
+        outputs = []
+        for candidate in (plain, model):
+            torch.manual_seed(number)
+            outputs.append(call(candidate))
+        assert torch.equal(*outputs)
+
+
+def test_plain_output_of_a_compiled_model_has_hugging_faces_fields_only() -> None:
+    outputs = [
+        m.generate(PROMPT, max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
+        for m in (plain_model("qwen3_next"), treewy.compile(fresh_model("qwen3_next")))
+    ]
+    assert type(outputs[0]) is type(outputs[1])
+    assert outputs[0].keys() == outputs[1].keys()
+    assert all(torch.equal(*scores) for scores in zip(*(output.scores for output in outputs), strict=True))
+
+
+def test_forward_of_a_compiled_model_is_bit_equal_before_and_after_speculation(family: str) -> None:
+    model = treewy.compile(fresh_model(family))
+    expected = plain_model(family)(PROMPT).logits
+    assert torch.equal(model(PROMPT).logits, expected)
+    speculate(model)
+    assert torch.equal(model(PROMPT).logits, expected)
+
+
+def test_a_second_prompt_is_not_answered_with_the_first() -> None:
+    model, plain = treewy.compile(fresh_model("qwen3_next")), plain_model("qwen3_next")
+    for prompt, length in ((PROMPT, 6), (PROMPT.flip(1)[:, :5], 20), (BATCH[:, 6:], 12), (PROMPT, 6)):
+        assert torch.equal(speculate(model, prompt, length), plain_text(plain, prompt, length))
+
+
+def test_generate_describes_itself_as_hugging_faces() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"))
+    assert model.generate.__doc__ == type(model).generate.__doc__
+
+
+# Other models, and the process.
+
+
+def forward_outputs(model: PreTrainedModel) -> list[Tensor]:
+    """Prefill, one token and several tokens with a cache: every path of a GDN layer."""
+    cache = transformers.DynamicCache(config=model.config)
+    steps = (PROMPT, PROMPT[:, :1], PROMPT[:, :3])
+    logits = [model(step, use_cache=True, **{cache_keyword(model): cache}).logits for step in steps]
+    states = [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    return logits + [state.clone() for state in states]
+
+
+@pytest.mark.parametrize("where", ["same thread", "other thread"])
+def test_another_model_of_the_class_is_untouched_in_the_middle_of_a_tree_forward(family: str, where: str) -> None:
+    other, model = plain_model(family), treewy.compile(fresh_model(family))
+    expected = forward_outputs(other)
+    results: list[list[Tensor]] = []
+
+    def run_the_other(*_: Any) -> None:
+        if where == "same thread":
+            results.append(forward_outputs(other))
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                results.append(pool.submit(forward_outputs, other).result())
+
+    gdn_layer = model.get_submodule(find_gdn_layers(model)[1].name)
+    handle = gdn_layer.register_forward_pre_hook(run_the_other)
+    speculate(model)
+    handle.remove()
+    assert len(results) > 2
+    for result in results:
+        assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
+
+
+def test_another_model_of_the_class_is_untouched_while_a_thread_speculates() -> None:
+    other, model = plain_model("qwen3_next"), treewy.compile(fresh_model("qwen3_next"))
+    expected = forward_outputs(other)
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: [speculate(model, max_new_tokens=30) for _ in range(2)])
+        running.add_done_callback(lambda _: done.set())
+        while not done.is_set():
+            result = forward_outputs(other)
+            assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
+        running.result()
+
+
+def test_the_globals_of_the_modeling_files_are_the_same_objects_after_every_call(family: str) -> None:
+    model = fresh_model(family)
+    before = modeling_globals(model)
+    treewy.compile(model)
+    assert modeling_globals(model) == before
+    speculate(model)
+    assert modeling_globals(model) == before
+    with pytest.raises(RuntimeError, match="no idea"):
+        model.generate(PROMPT, max_new_tokens=NEW, drafter=FixedDrafter(RuntimeError("no idea"), after=1))
+    assert modeling_globals(model) == before
+
+    def fail(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+        if output.shape[1] == 6:  # a draft tree and its root
+            raise RuntimeError("inside a tree forward")
+
+    handle = model.model.layers[2].register_forward_hook(fail)
+    text = plain_text(plain_model(family), PROMPT, NEW)
+    with pytest.raises(RuntimeError, match="inside a tree forward"):
+        model.generate(PROMPT, max_new_tokens=NEW, drafter=knowing(text, PROMPT))
+    assert modeling_globals(model) == before
+    handle.remove()
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW, drafter=knowing(text, PROMPT)), text)
+    treewy.restore(model)
+    assert modeling_globals(model) == before
+
+
+def test_redirections_that_overlap_put_the_originals_back_in_any_order() -> None:
+    layers = find_gdn_layers(plain_model("qwen3_next"))
+    before = modeling_globals(plain_model("qwen3_next"))
+    expected = forward_outputs(plain_model("qwen3_next"))
+    first, second = redirect_gdn_layers(layers), redirect_gdn_layers(layers)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    during = forward_outputs(plain_model("qwen3_next"))
+    second.__exit__(None, None, None)
+    assert modeling_globals(plain_model("qwen3_next")) == before
+    assert all(torch.equal(*pair) for pair in zip(during, expected, strict=True))
+
+
+def global_state() -> dict[str, Any]:
+    """Settings and registries of torch and transformers."""
+    return {
+        "attention": dict(AttentionInterface._global_mapping),
+        "attention masks": dict(AttentionMaskInterface._global_mapping),
+        "dynamo": torch._dynamo.config.get_config_copy(),
+        "inductor": torch._inductor.config.get_config_copy(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "random": torch.get_rng_state().tolist(),
+        "precision": torch.get_float32_matmul_precision(),
+        "verbosity": transformers.logging.get_verbosity(),
+        "hooks": [len(hooks) for hooks in global_module_hooks()],
+    }
+
+
+def global_module_hooks() -> Iterator[dict[int, Any]]:
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks"):
+        yield getattr(torch.nn.modules.module, name)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_global_settings_and_registries_are_untouched(failing: bool) -> None:
+    model = fresh_model("qwen3_next")
+    before = global_state()
+    treewy.compile(model, tree=(2, 1))
+    if failing:
+        with pytest.raises(RuntimeError, match="no idea"):
+            model.generate(PROMPT, max_new_tokens=NEW, drafter=FixedDrafter(RuntimeError("no idea"), after=1))
+    else:
+        speculate(model)
+    assert global_state() == before
+    treewy.restore(model)
+    assert global_state() == before
+
+
+# Copies and files.
+
+
+def through_torch_save(model: PreTrainedModel) -> PreTrainedModel:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: PreTrainedModel = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_torch_save],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_of_a_compiled_model_speculates_with_its_own_weights(
+    duplicate: Callable[[PreTrainedModel], PreTrainedModel],
+) -> None:
+    shape = treewy.DraftTree(torch.zeros(1, 3).long(), torch.tensor([-1, -1, 0]))
+    model = treewy.compile(fresh_model("qwen3_next"), tree=shape)
+    twin = duplicate(model)
+    with torch.no_grad():
+        twin.lm_head.weight.copy_(twin.lm_head.weight.flip(0))
+    theirs, ours = (plain_text(m, PROMPT, NEW) for m in (twin, plain_model("qwen3_next")))
+    assert not torch.equal(theirs, ours)
+    assert torch.equal(speculate(twin), theirs)
+    assert torch.equal(speculate(model), ours)
+    assert stats_of(twin, draft_tree=None).nodes == 4
+    treewy.restore(twin)
+    assert torch.equal(speculate(model), ours)
+
+
+def test_what_a_compiled_model_saves_is_what_the_plain_one_saves(family: str, tmp_path: Path) -> None:
+    plain, model = plain_model(family), treewy.compile(fresh_model(family), tree=(2, 2))
+    speculate(model)
+    plain.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "compiled")
+    names = [sorted(path.name for path in (tmp_path / kind).iterdir()) for kind in ("plain", "compiled")]
+    assert names[0] == names[1]
+    for name in names[0]:
+        if name.endswith(".json"):
+            files = [json.loads((tmp_path / kind / name).read_text()) for kind in ("plain", "compiled")]
+            assert files[0] == files[1]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "compiled").eval()
+    assert "generate" not in vars(loaded)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    expected = plain_text(plain, PROMPT, NEW)
+    assert torch.equal(plain_text(loaded, PROMPT, NEW), expected)
+    assert torch.equal(speculate(treewy.compile(loaded)), expected)
+
+
+# Hooks and threads of the user.
+
+
+def test_a_hook_on_the_model_runs_once_a_forward_of_the_target() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"))
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    stats = stats_of(model)
+    assert len(calls) == stats.target_forwards == stats.rounds + 1
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.2.linear_attn", "model.layers.1", "model.embed_tokens"])
+def test_hooks_that_change_what_a_layer_computes_change_the_text_as_in_plain_generation(
+    family: str, where: str
+) -> None:
+    plain, model = fresh_model(family), treewy.compile(fresh_model(family))
+
+    def change(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (change(module, args, output[0]), *output[1:])
+        return output * torch.linspace(0.2, 2.0, output.shape[-1])
+
+    for m in (plain, model):
+        m.get_submodule(where).register_forward_hook(change)
+    expected = plain_text(plain, PROMPT, NEW)
+    assert not torch.equal(expected, plain_text(plain_model(family), PROMPT, NEW))
+    assert torch.equal(speculate(model), expected)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=NEW, drafter=knowing(expected, PROMPT)), expected)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_threads_generate_what_one_thread_does(family: str, shared: bool) -> None:
+    first = treewy.compile(fresh_model(family), tree=(2, 1))
+    second = first if shared else treewy.compile(fresh_model(family, seed=1))
+    prompts = (PROMPT, BATCH)
+    plain = (plain_model(family), plain_model(family, seed=0 if shared else 1))
+    expected = [plain_text(m, p, NEW) for m, p in zip(plain, prompts, strict=True)]
+    start = threading.Barrier(2)
+
+    def work(model: PreTrainedModel, prompt: Tensor, text: Tensor) -> list[Tensor]:
+        start.wait()
+        drafters = (knowing(text, prompt, MIXED), knowing(text, prompt, (perfect(3),)))
+        texts = [model.generate(prompt, max_new_tokens=NEW, drafter=drafter) for drafter in drafters]
+        return [*texts, speculate(model, prompt), plain_text(model, prompt, NEW)]
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(work, *job) for job in zip((first, second), prompts, expected, strict=True)]
+        for job, text in zip(running, expected, strict=True):
+            assert all(torch.equal(result, text) for result in job.result())
