@@ -94,7 +94,7 @@ def report(console: Console, results: dict[str, Result], equal: bool) -> None:
     for name, result in results.items():
         tree = TREES[name]
         table.add_row(
-            name if tree is None else f"{name} {tree}",
+            name if tree is None else f"{name} {'-'.join(map(str, tree))}",
             str(result.forwards),
             f"{result.tokens_per_forward:.2f}",
             f"{result.mean_accepted:.2f}",
@@ -113,6 +113,11 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="torch device to run on (default: %(default)s)")
     args = parser.parse_args()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.device == "cpu":
+        torch.set_num_threads(
+            1
+        )  # the models are too small to gain from more, and would wait for them on a busy machine
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     model, draft = treewy.compile(load("target", args.device)), load("draft", args.device)
