@@ -121,10 +121,9 @@ def main() -> int:
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
     model, draft = treewy.compile(load("target", args.device)), load("draft", args.device)
-    lines = (MODELS / "held_out.jsonl").read_text().splitlines()[:NUM_SNIPPETS]
-    prompts = [
-        dict(tokenizer(json.loads(line)["prompt"], return_tensors="pt").to(args.device).items()) for line in lines
-    ]
+    snippets = map(json.loads, (MODELS / "held_out.jsonl").read_text().splitlines())
+    honest = [s["prompt"] for s in snippets if not s["loops"]][:NUM_SNIPPETS]  # a loop flatters every drafter
+    prompts = [dict(tokenizer(prompt, return_tensors="pt").to(args.device).items()) for prompt in honest]
 
     results, completions = {}, {}
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 LOOP_NGRAM = 8
 LOOP_COUNT = 3
-DISTINCT_NGRAM = 4
+DISTINCT_NGRAM = 2
 MIN_DISTINCT = 0.5
 
 
@@ -35,9 +35,9 @@ class Replay:
 def replay(ranks: Sequence[int], widths: Sequence[int]) -> Replay:
     """Replay greedy speculation with a tree given by its widths.
 
-    The first token comes from the prefill. A round drafts ``len(widths)`` levels; level d follows the path as long as the
-    target's token is among the ``widths[d]`` best of the draft after that path; then the target adds a bonus token. The
-    last round stops at the end of the continuation, like generation with a token limit.
+    The first token comes from the prefill. A round drafts ``len(widths)`` levels and follows them as long as the
+    target's token at level d is among the ``widths[d]`` best of the draft; then the target adds a bonus token. The last
+    round stops at the end of the continuation, like generation with a token limit.
 
     Args:
         ranks: for each token of the continuation, how many tokens the draft rates higher (0: its first choice).
@@ -60,8 +60,9 @@ def replay(ranks: Sequence[int], widths: Sequence[int]) -> Replay:
 def loops(tokens: Sequence[int]) -> bool:
     """Return whether a continuation repeats itself.
 
-    It does when some run of 8 tokens occurs at least 3 times, or when fewer than half of its runs of 4 tokens are distinct
-    (repetition with a counter in it).
+    It does when some run of 8 tokens occurs at least 3 times, or when fewer than half of its pairs of tokens are
+    distinct (repetition with a counter in it). Hand-written code with long tables is flagged too: the rule errs towards
+    leaving out.
 
     Args:
         tokens: the continuation.

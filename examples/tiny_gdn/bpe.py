@@ -75,8 +75,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, batch: int = 512) -> n
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     eos = [tokenizer.token_to_id(EOS)]
-    parts = []
+    parts: list[npt.NDArray[np.int16]] = []
     for start in range(0, len(texts), batch):
-        for encoding in tokenizer.encode_batch_fast(list(texts[start : start + batch])):
-            parts.append(np.array(encoding.ids + eos, dtype=np.int16))
+        encodings = tokenizer.encode_batch_fast(list(texts[start : start + batch]))
+        parts.extend(np.array(encoding.ids + eos, dtype=np.int16) for encoding in encodings)
     return np.concatenate(parts)

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from email.message import Message
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from platform import python_version
+from typing import cast
 
 import dedup
 import licences
@@ -19,13 +21,29 @@ MIN_BYTES = 256
 MAX_BYTES = 200_000
 MAX_LINE = 500
 VENDORED = frozenset(
-    "_vendor vendor vendored _vendored third_party thirdparty 3rdparty extern _extern externals external _external "
-    "bundled _bundled".split()
+    (
+        "_vendor",
+        "vendor",
+        "vendored",
+        "_vendored",
+        "third_party",
+        "thirdparty",
+        "3rdparty",
+        "extern",
+        "_extern",
+        "externals",
+        "_externals",
+        "external",
+        "_external",
+        "bundled",
+        "_bundled",
+    )
 )
-DATA_LIKE = frozenset("testdata test_data fixtures snapshots".split())
+DATA_LIKE = frozenset(("testdata", "test_data", "fixtures", "snapshots"))
 SKIPPED_PACKAGES = frozenset({"treewy"})
 _GENERATED = re.compile(
-    r"(?:automatically|auto-?|machine)[ -]?generated|generated (?:by|from|with|automatically|code)|do not edit|@generated",
+    r"(?:automatically|auto-?|machine)[ -]?generated|generated (?:by|from|with|automatically|code)"
+    r"|do not edit|@generated",
     re.I,
 )
 
@@ -68,11 +86,22 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Found:
-    """A file before it is read."""
+    """A file before it is read; ``vendored`` if a folder of its path says that it is a copy of another package."""
 
     package: str
     path: str
     absolute: str
+    vendored: bool
+
+
+def canonical(name: str) -> str:
+    """Return the canonical name of a distribution."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def folders(path: str) -> set[str]:
+    """Return the names of the folders in a relative path, in lower case."""
+    return set(path.lower().split("/")[:-1])
 
 
 def installed() -> tuple[dict[str, Package], dict[str, str], list[Found]]:
@@ -84,22 +113,23 @@ def installed() -> tuple[dict[str, Package], dict[str, str], list[Found]]:
     packages: dict[str, Package] = {}
     refused: dict[str, str] = {}
     found: list[Found] = []
-    for dist in metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", dist.metadata["Name"] or "").lower()
-        if not name or name in packages or name in refused or name in SKIPPED_PACKAGES:
+    distributions = {canonical(d.name): d for d in reversed(list(metadata.distributions()))}
+    for name, dist in distributions.items():
+        if name in SKIPPED_PACKAGES:
             continue
-        verdict = licences.judge(dist.metadata)
+        verdict = licences.judge(cast(Message, dist.metadata))
         if not verdict.allowed:
             refused[name] = verdict.licence
             continue
         paths = sorted({str(f) for f in dist.files or [] if f.suffix == ".py" and ".." not in f.parts})
+        copies = VENDORED | {"_" + other.replace("-", "_") for other in distributions if other != name}
         if paths:
             packages[name] = Package(name, dist.version, verdict.licence, verdict.field)
-            found += [Found(name, p, str(dist.locate_file(p))) for p in paths]
+            found += [Found(name, p, str(dist.locate_file(p)), not copies.isdisjoint(folders(p))) for p in paths]
     root = Path(sysconfig.get_path("stdlib"))
     packages["python"] = Package("python", python_version(), "PSF-2.0", "standard library")
     library = (p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
-    found += [Found("python", p.relative_to(root).as_posix(), str(p)) for p in library]
+    found += [Found("python", p.relative_to(root).as_posix(), str(p), False) for p in library]
     return (
         dict(sorted(packages.items())),
         dict(sorted(refused.items())),
@@ -109,9 +139,7 @@ def installed() -> tuple[dict[str, Package], dict[str, str], list[Found]]:
 
 def reason_to_skip(path: str, text: str) -> str | None:
     """Return why a file is left out, or None when it is kept."""
-    parts = set(path.lower().split("/")[:-1])
-    if parts & VENDORED:
-        return "vendored path"
+    parts = folders(path)
     if parts & DATA_LIKE or ({"test", "tests"} & parts and "data" in parts):
         return "test data"
     if len(text) < MIN_BYTES:
@@ -137,6 +165,8 @@ def scan(found: Found) -> SourceFile | tuple[str, int]:
     Returns:
         The file with its hashes, or the reason it is left out and its size in bytes.
     """
+    if found.vendored:
+        return "vendored copy", 0
     try:
         raw = Path(found.absolute).read_bytes()
     except OSError:

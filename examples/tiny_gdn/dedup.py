@@ -1,8 +1,8 @@
 """Remove exact and near duplicates of source files with MinHash over shingles of three normalised lines.
 
-Two files are near-duplicates when the Jaccard similarity of their shingle sets is at least ``THRESHOLD``. Candidates come
-from locality-sensitive hashing (32 bands of 4 rows, which finds 87 % of the pairs at similarity 0.5 and 99 % at 0.6), and
-each candidate is then decided on the exact sets.
+Two files are near-duplicates when the Jaccard similarity of their shingle sets is at least ``THRESHOLD``. Candidates
+come from locality-sensitive hashing (32 bands of 4 rows, which finds 87 % of the pairs at similarity 0.5 and 99 % at
+0.6), and each candidate is then decided on the exact sets.
 """
 
 from collections import defaultdict
@@ -55,7 +55,8 @@ def signature(shingles: Shingles) -> Signature:
     """Return the MinHash signature, 128 values, of a set of shingles."""
     with np.errstate(over="ignore"):
         hashed = shingles[:, None] * _MULTIPLIERS + _OFFSETS
-    return (hashed >> np.uint64(32)).astype(np.uint32).min(axis=0)
+    smallest: Signature = (hashed >> np.uint64(32)).astype(np.uint32).min(axis=0)
+    return smallest
 
 
 def jaccard(a: Shingles, b: Shingles) -> float:

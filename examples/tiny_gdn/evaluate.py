@@ -24,23 +24,20 @@ NEW_TOKENS = 96
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, tokens: torch.Tensor, *, context: int = 512, batch: int = 64) -> float:
-    """Return the mean next-token loss in nats over windows of a token stream.
+def held_out_loss(model: PreTrainedModel, windows: torch.Tensor, *, batch: int = 64) -> float:
+    """Return the mean next-token loss in nats over windows of text.
 
     Args:
         model: the model.
-        tokens: ``[T]`` integer ids on the model's device.
-        context: tokens a window; the remainder of the stream is left out.
+        windows: ``[N, T + 1]`` integer ids on the model's device.
         batch: windows at a time.
     """
-    count = (len(tokens) - 1) // context
-    inputs = tokens[: count * context].long().view(count, context)
-    labels = tokens[1 : count * context + 1].long().view(count, context)
     total = 0.0
-    for i in range(0, count, batch):
-        logits = model(inputs[i : i + batch], use_cache=False).logits.float()
-        total += F.cross_entropy(logits.flatten(0, 1), labels[i : i + batch].flatten(), reduction="sum").item()
-    return total / (count * context)
+    for i in range(0, len(windows), batch):
+        group = windows[i : i + batch].long()
+        logits = model(group[:, :-1], use_cache=False).logits.float()
+        total += F.cross_entropy(logits.flatten(0, 1), group[:, 1:].flatten(), reduction="sum").item()
+    return total / windows[:, 1:].numel()
 
 
 @torch.no_grad()
@@ -66,8 +63,7 @@ def continuations(
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in group], device=model.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group], device=model.device)
         out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-        for row in out[:, width:].tolist():
-            found.append(row[: row.index(eos) + 1] if eos in row else row)
+        found.extend(row[: row.index(eos) + 1] if eos in row else row for row in out[:, width:].tolist())
     return found
 
 

@@ -6,7 +6,23 @@ from typing import NamedTuple
 
 # SPDX identifiers of permissive licences. "BSD" stands for metadata that names the family without the clause count.
 ALLOWED = frozenset(
-    "MIT MIT-0 MIT-CMU BSD BSD-2-Clause BSD-3-Clause 0BSD Apache-2.0 ISC PSF-2.0 Python-2.0 Unlicense Zlib CC0-1.0 BSL-1.0".split()
+    (
+        "MIT",
+        "MIT-0",
+        "MIT-CMU",
+        "BSD",
+        "BSD-2-Clause",
+        "BSD-3-Clause",
+        "0BSD",
+        "Apache-2.0",
+        "ISC",
+        "PSF-2.0",
+        "Python-2.0",
+        "Unlicense",
+        "Zlib",
+        "CC0-1.0",
+        "BSL-1.0",
+    )
 )
 
 _CLASSIFIERS = {
@@ -34,9 +50,9 @@ _TITLES = (
 )
 
 _FOREIGN = re.compile(
-    r"\b[AL]?GPL\b|\b[AL]?GPL[- ]?v?\d|general public licen[cs]e|mozilla public|\bMPL[- ]?v?\d|creative commons attr|\bCC[- ]BY"
-    r"|eclipse public|\bEPL[- ]\d|\bCDDL\b|\bEUPL\b|\bCeCILL\b|business source licen[cs]e|\bproprietary\b|\bconfidential\b"
-    r"|non-?commercial|\bEULA\b|strictly prohibited",
+    r"\b[AL]?GPL\b|\b[AL]?GPL[- ]?v?\d|general public licen[cs]e|mozilla public|\bMPL[- ]?v?\d|eclipse public"
+    r"|creative commons attr|\bCC[- ]BY|\bEPL[- ]\d|\bCDDL\b|\bEUPL\b|\bCeCILL\b|business source licen[cs]e"
+    r"|\bproprietary\b|\bconfidential\b|non-?commercial|\bEULA\b|strictly prohibited",
     re.I,
 )
 _SPDX_LINE = re.compile(r"SPDX-License-Identifier:\s*([^\n*\"']+)", re.I)

@@ -90,11 +90,10 @@ def _licence_text(name: str) -> str:
     dist = metadata.distribution(name)
     rule = "=" * 80
     texts = [
-        dist.locate_file(f).read_text(encoding="utf-8", errors="replace")
+        Path(str(dist.locate_file(f))).read_text(encoding="utf-8", errors="replace")
         for f in dist.files or []
         if ".dist-info" in f.parts[0]
         and f.stem.upper().startswith(("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS"))
     ]
-    return f"{rule}\n{name} {dist.version}\n{rule}\n" + "\n".join(
-        texts or [f"(licence: {dist.metadata.get('License')})\n"]
-    )
+    heading = f"{rule}\n{name} {dist.version}\n{rule}\n"
+    return heading + "\n".join(texts or ["(the distribution ships no licence file)\n"])

@@ -48,7 +48,7 @@ def _config(
 
 def target_config() -> Qwen3_5TextConfig:
     """Return the target's configuration: hidden size 256, 8 layers."""
-    return _config(256, 448, 8, heads=4, kv_heads=2, gdn_k=4, gdn_v=8)
+    return _config(256, 704, 8, heads=4, kv_heads=2, gdn_k=2, gdn_v=4)
 
 
 def draft_config() -> Qwen3_5TextConfig:

@@ -1,13 +1,13 @@
 """Cut held-out prompts: the text before a function body, 64 to 256 tokens of it, with the true continuation."""
 
 import ast
+import json
 import random
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from typing import Any
 
 from corpus import Corpus, SourceFile, seeded_order
 from tokenizers import Tokenizer
@@ -16,11 +16,12 @@ MIN_TOKENS = 64
 MAX_TOKENS = 256
 REFERENCE_TOKENS = 128
 MIN_BODY_LINES = 6
+PER_FILE = 4
 
 
 @dataclass(frozen=True)
 class Snippet:
-    """A prompt that ends where a function's body begins, and what really follows."""
+    """A prompt that ends where a function's body begins, what really follows, and whether the target loops on it."""
 
     id: str
     package: str
@@ -30,10 +31,7 @@ class Snippet:
     line: int
     prompt: str
     reference: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the snippet as a JSON object."""
-        return asdict(self)
+    loops: bool = False
 
 
 def body_starts(text: str) -> list[int]:
@@ -76,30 +74,33 @@ def cut(f: SourceFile, line: int, tokenizer: Tokenizer, length: int) -> tuple[st
             break
         start -= len(row)
     prompt = before[start:]
-    reference = before_and_after(tokenizer, "\n" * (after[:1] != "\n") + after)
+    reference = first_tokens(tokenizer, "\n" * (after[:1] != "\n") + after)
     count = len(tokenizer.encode(prompt).ids)
     if not MIN_TOKENS <= count <= MAX_TOKENS or reference is None:
         return None
     return prompt, reference
 
 
-def before_and_after(tokenizer: Tokenizer, text: str) -> str | None:
+def first_tokens(tokenizer: Tokenizer, text: str) -> str | None:
     """Return the first 128 tokens of a text as text, or None when it is shorter."""
     offsets = tokenizer.encode(text[: 16 * REFERENCE_TOKENS]).offsets
     return text[: offsets[REFERENCE_TOKENS - 1][1]] if len(offsets) >= REFERENCE_TOKENS else None
 
 
 def _of_package(files: list[SourceFile], corpus: Corpus, tokenizer: Tokenizer, seed: int) -> Iterator[Snippet]:
-    """Yield the snippets of one package, at most two a file, in seeded order."""
+    """Yield the snippets of one package: a function of every file in seeded order, then another, at most four."""
     package = corpus.packages[files[0].package]
-    for f in sorted(files, key=lambda f: seeded_order(seed, f.package, f.path)):
-        draw = random.Random(seeded_order(seed, "cut", f.path))
-        starts = body_starts(f.text)
-        for line in draw.sample(starts, min(2, len(starts))):
-            pieces = cut(f, line, tokenizer, draw.randint(MIN_TOKENS + 16, MAX_TOKENS))
+    ordered = sorted(files, key=lambda f: seeded_order(seed, f.package, f.path))
+    starts = {f.path: body_starts(f.text) for f in ordered}
+    for turn in range(PER_FILE):
+        for f in ordered:
+            draw = random.Random(seeded_order(seed, "cut", f.path))
+            lines = draw.sample(starts[f.path], min(PER_FILE, len(starts[f.path])))
+            length = draw.sample(range(MIN_TOKENS + 16, MAX_TOKENS + 1), PER_FILE)[turn]
+            pieces = cut(f, lines[turn], tokenizer, length) if turn < len(lines) else None
             if pieces is not None:
-                name = f"{package.name}/{f.path}:{line}"
-                yield Snippet(name, package.name, package.version, package.licence, f.path, line, *pieces)
+                name = f"{package.name}/{f.path}:{lines[turn]}"
+                yield Snippet(name, package.name, package.version, package.licence, f.path, lines[turn], *pieces)
 
 
 def draw(files: list[SourceFile], corpus: Corpus, tokenizer: Tokenizer, *, count: int, seed: int) -> list[Snippet]:
@@ -125,3 +126,25 @@ def draw(files: list[SourceFile], corpus: Corpus, tokenizer: Tokenizer, *, count
         if len(drawn) >= count:
             break
     return drawn[:count]
+
+
+def choose(drawn: Sequence[Snippet], loops: Sequence[bool], *, calm: int, looping: int) -> list[int]:
+    """Choose the snippets to ship by the target's behaviour alone: the draft has no say.
+
+    Args:
+        drawn: snippets in the order drawn.
+        loops: whether the target's greedy continuation of each is a loop.
+        calm: snippets wanted without a loop.
+        looping: snippets wanted with one.
+
+    Returns:
+        Indices, ascending: the first ``calm`` without a loop and the first ``looping`` with one.
+    """
+    without = [i for i in range(len(drawn)) if not loops[i]][:calm]
+    within = [i for i in range(len(drawn)) if loops[i]][:looping]
+    return sorted(without + within)
+
+
+def dump(drawn: Sequence[Snippet], loops: Sequence[bool], chosen: Sequence[int]) -> str:
+    """Return the chosen snippets as JSON lines, each with its ``loops``."""
+    return "".join(json.dumps(asdict(replace(drawn[i], loops=loops[i]))) + "\n" for i in chosen)

@@ -44,9 +44,9 @@ def choose_packages(files: list[SourceFile], count: int, seed: int) -> list[str]
 def split(corpus: Corpus, *, count: int, seed: int) -> Split:
     """Split a corpus by package.
 
-    Near-duplicates are already gone from the whole corpus. Across the split two stricter rules apply: a training file under
-    a directory or module named like a held-out package is dropped, and so is a held-out file more than a fifth of whose
-    three-line shingles occur in training.
+    Near-duplicates are already gone from the whole corpus. Across the split two stricter rules apply: a training file
+    under a directory or module named like a held-out package is dropped, and so is a held-out file more than a fifth of
+    whose three-line shingles occur in training.
 
     Args:
         corpus: the corpus.

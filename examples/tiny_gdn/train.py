@@ -1,18 +1,19 @@
 """Train the tiny Gated DeltaNet pair: corpus, tokenizer, target, draft, evaluation, from one command.
 
     python examples/tiny_gdn/train.py                          # one H200, under 10 minutes
-    python examples/tiny_gdn/train.py --smoke --out /tmp/tiny  # a few steps, to see that it runs
+    python examples/tiny_gdn/train.py --smoke --out my_pair  # a few steps, to see that it runs
 
-The corpus is the permissively licensed Python source installed beside this interpreter, so it differs between environments;
-``manifest.json`` records it. Seeds are fixed, step counts too; GPU arithmetic still varies in its last digits.
+The corpus is the permissively licensed Python source installed beside this interpreter, so it differs between
+environments; ``manifest.json`` records it. Seeds are fixed, step counts too; GPU arithmetic still varies in its last
+digits.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import bpe
 import corpus
 import evaluate
 import manifest
-import models
+import pair
 import snippets
 import split
 import tokenizers
@@ -33,13 +34,14 @@ import transformers
 SEED = 0
 CAP_BYTES = 20_000_000
 HELD_OUT_PACKAGES = 6
-SHIPPED_SNIPPETS = 64
 EVALUATED_SNIPPETS = 512
-HELD_OUT_TOKENS = 1_000_000
+SHIPPED_CALM = 48
+SHIPPED_LOOPING = 16
+HELD_OUT_WINDOWS = 2000
 
-TARGET = training.Recipe(steps=2000, batch=128, learning_rate=3e-3)
-DRAFT = training.Recipe(steps=800, batch=128, learning_rate=4e-3, final_fraction=0.5)
-DISTIL = training.Recipe(steps=1200, batch=128, learning_rate=2e-3, warmup=20)
+TARGET = training.Recipe(steps=1700, batch=128, learning_rate=3e-3)
+DRAFT = training.Recipe(steps=400, batch=128, learning_rate=4e-3, final_fraction=0.5)
+DISTIL = training.Recipe(steps=1100, batch=128, learning_rate=2e-3, warmup=20)
 
 
 class Log:
@@ -77,7 +79,9 @@ def environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def prepare(log: Log, out: Path, max_files: int | None) -> tuple[bpe.Tokenizer, list[snippets.Snippet], Any, Any]:
+def prepare(
+    log: Log, out: Path, max_files: int | None
+) -> tuple[tokenizers.Tokenizer, list[snippets.Snippet], Any, Any]:
     """Build corpus, split, tokenizer and snippets.
 
     Args:
@@ -113,41 +117,38 @@ def prepare(log: Log, out: Path, max_files: int | None) -> tuple[bpe.Tokenizer, 
         },
     )
     drawn = snippets.draw(division.held_out, collected, tokenizer, count=EVALUATED_SNIPPETS, seed=SEED)
-    shipped = "".join(json.dumps(s.to_json()) + "\n" for s in drawn[:SHIPPED_SNIPPETS])
-    (out / "held_out.jsonl").write_text(shipped)
-    log.say(f"drew {len(drawn)} held-out prompts, {min(len(drawn), SHIPPED_SNIPPETS)} of them shipped")
+    log.say(f"drew {len(drawn)} held-out prompts")
     return tokenizer, drawn, train_ids, held_out_ids
 
 
-def assess(log: Log, out: Path, prompts: list[list[int]], held_out: torch.Tensor) -> None:
-    """Evaluate the saved pair and write ``evaluation.json``.
+def assess(
+    log: Log, out: Path, drawn: list[snippets.Snippet], prompts: list[list[int]], held_out: torch.Tensor
+) -> None:
+    """Evaluate the saved pair; write ``evaluation.json`` and ``held_out.jsonl``.
 
     Args:
         log: where numbers go.
         out: directory with the saved pair.
-        prompts: token ids of the drawn prompts, the shipped ones first.
+        drawn: held-out snippets.
+        prompts: their token ids.
         held_out: ``[T]`` held-out stream on the device.
     """
     target, draft = (evaluate.load(out / name, held_out.device) for name in ("target", "draft"))
-    # A seeded slice from the middle of the stream would favour one package: take evenly spaced windows instead.
-    context = TARGET.context
-    starts = torch.arange(0, len(held_out) - context, context)
-    chosen = starts[torch.linspace(0, len(starts) - 1, min(len(starts), HELD_OUT_TOKENS // context)).long()]
-    stream = torch.cat([held_out[s : s + context] for s in chosen.tolist()])
-    losses = {name: evaluate.held_out_loss(m, stream) for name, m in (("target", target), ("draft", draft))}
-    per_byte = log.numbers["tokens"]["held_out_bytes_per_token"]
-    log.record(
-        "held_out_loss",
-        {
-            k: {"nats_per_token": round(v, 4), "bits_per_byte": round(v / 0.6931 / per_byte, 4)}
-            for k, v in losses.items()
-        },
-    )
+    # The stream goes package by package, so one slice of it would favour few: take evenly spaced windows.
+    starts = torch.arange(0, len(held_out) - TARGET.context, TARGET.context)
+    picked = starts[torch.linspace(0, len(starts) - 1, min(len(starts), HELD_OUT_WINDOWS)).long()]
+    windows = held_out[picked[:, None].to(held_out.device) + torch.arange(TARGET.context + 1, device=held_out.device)]
+    bits = 1 / (math.log(2) * log.numbers["tokens"]["held_out_bytes_per_token"])
+    losses = {name: evaluate.held_out_loss(m, windows) for name, m in (("target", target), ("draft", draft))}
+    entries = {k: {"nats_per_token": round(v, 4), "bits_per_byte": round(v * bits, 4)} for k, v in losses.items()}
+    log.record("held_out_loss", entries)
     log.say(f"held-out loss: {log.numbers['held_out_loss']}")
-    results = {
-        "shipped_prompts": evaluate.accepted_length(target, draft, prompts[:SHIPPED_SNIPPETS]),
-        "all_prompts": evaluate.accepted_length(target, draft, prompts, batch=256),
-    }
+    every = evaluate.accepted_length(target, draft, prompts, batch=256)
+    loops = [each["loops"] for each in every["each"]]
+    chosen = snippets.choose(drawn, loops, calm=SHIPPED_CALM, looping=SHIPPED_LOOPING)
+    (out / "held_out.jsonl").write_text(snippets.dump(drawn, loops, chosen))
+    shipped = evaluate.accepted_length(target, draft, [prompts[i] for i in chosen])
+    results = {"all_prompts": every, "shipped_prompts": shipped}
     for name, result in results.items():
         log.say(f"{name}:")
         for line in evaluate.report(result):
@@ -183,27 +184,28 @@ def main() -> None:
     tokens = torch.from_numpy(train_ids).to(device)
     held_out = torch.from_numpy(held_out_ids).to(device)
 
-    target = models.create(models.target_config(), SEED, device)
-    log.say(f"target: {models.count_parameters(target):,} parameters")
+    target = pair.create(pair.target_config(), SEED, device)
+    log.say(f"target: {pair.count_parameters(target):,} parameters")
     log.record("target", training.fit(target, tokens, recipes[0], training.next_token_loss, seed=SEED, say=log.say))
-    models.save(target, tokenizer, args.out / "target")
+    pair.save(target, tokenizer, args.out / "target")
 
-    draft = models.create(models.draft_config(), SEED + 1, device)
-    log.say(f"draft: {models.count_parameters(draft):,} parameters")
-    log.record("parameters", {"target": models.count_parameters(target), "draft": models.count_parameters(draft)})
+    draft = pair.create(pair.draft_config(), SEED + 1, device)
+    log.say(f"draft: {pair.count_parameters(draft):,} parameters")
+    log.record("parameters", {"target": pair.count_parameters(target), "draft": pair.count_parameters(draft)})
     log.record("draft", training.fit(draft, tokens, recipes[1], training.next_token_loss, seed=SEED + 1, say=log.say))
-    models.save(draft, tokenizer, args.out / "draft")
+    pair.save(draft, tokenizer, args.out / "draft")
     distil = training.distillation_loss(target.eval())
     log.record("distil", training.fit(draft, tokens, recipes[2], distil, seed=SEED + 2, say=log.say))
-    models.save(draft, tokenizer, args.out / "draft")
+    pair.save(draft, tokenizer, args.out / "draft")
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    prompts = [tokenizer.encode(s.prompt).ids for s in drawn]
-    assess(log, args.out, prompts[:16] if args.smoke else prompts, held_out[:20_000] if args.smoke else held_out)
+    if args.smoke:
+        drawn, held_out = drawn[:4], held_out[:4000]
+    assess(log, args.out, drawn, [tokenizer.encode(s.prompt).ids for s in drawn], held_out)
     saved = sum(f.stat().st_size for name in ("target", "draft") for f in (args.out / name).iterdir())
     log.say(f"saved pair: {saved / 1e6:.2f} MB; done")
     log.record("saved_bytes", saved)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -81,7 +81,8 @@ def distillation_loss(teacher: Qwen3_5ForCausalLM) -> Loss:
 
 def optimiser(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Return AdamW that decays matrices only: not the embedding, the convolution, norms, gates."""
-    decayed, plain = [], []
+    decayed: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         matrix = parameter.ndim == 2 and "embed_tokens" not in name
         (decayed if matrix else plain).append(parameter)
@@ -101,7 +102,7 @@ def fit(
     """Train a model in place.
 
     Args:
-        model: in training mode, fp32 weights; computes under bf16 autocast.
+        model: in training mode, fp32 weights; computes under bf16 autocast on a GPU.
         tokens: ``[T]`` int16 training stream on the model's device.
         recipe: hyper-parameters.
         loss_function: of logits, inputs and labels.
@@ -124,9 +125,9 @@ def fit(
         for group in opt.param_groups:
             group["lr"] = recipe.rate(step)
         inputs, labels = next(stream)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_function(model(inputs, use_cache=False).logits, inputs, labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         opt.step()
         opt.zero_grad(set_to_none=True)
@@ -139,9 +140,8 @@ def fit(
                     f"the loss is {mean} at step {step + 1}: lower the learning rate of {recipe.learning_rate}"
                 )
             curve.append((step + 1, round(mean, 4)))
-            say(
-                f"step {step + 1}/{recipe.steps}: loss {mean:.4f}, {(step + 1) / (time.perf_counter() - start):.2f} steps/s"
-            )
+            speed = (step + 1) / (time.perf_counter() - start)
+            say(f"step {step + 1}/{recipe.steps}: loss {mean:.4f}, {speed:.2f} steps/s")
             running.zero_()
             since = 0
     seconds = time.perf_counter() - start

@@ -1,0 +1,194 @@
+"""The parts of examples/tiny_gdn that need no trained weights: licences, duplicates, split, prompts, acceptance."""
+
+import json
+import random
+import sys
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[1] / "examples" / "tiny_gdn"
+sys.path.insert(0, str(HERE))
+
+import acceptance  # noqa: E402
+import corpus  # noqa: E402
+import dedup  # noqa: E402
+import licences  # noqa: E402
+import snippets  # noqa: E402
+import split  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MIT", True),
+        ("BSD-3-Clause AND MIT", True),
+        ("BSD-3-Clause AND GPL-3.0-only", False),
+        ("GPL-2.0-only OR MIT", True),
+        ("MIT AND (GPL-2.0-only OR Apache-2.0)", True),
+        ("MIT OR GPL-2.0-only AND Apache-2.0", True),
+        ("(MIT OR GPL-2.0-only) AND LGPL-3.0-only", False),
+        ("Apache-2.0 WITH LLVM-exception", True),
+        ("GPL-3.0-or-later WITH GCC-exception-3.1", False),
+        ("MIT MIT", False),
+        ("(MIT", False),
+        ("", False),
+    ],
+)
+def test_spdx_expression_is_allowed_only_if_permissive_licences_suffice(expression: str, allowed: bool):
+    assert licences.spdx_allowed(expression) is allowed
+
+
+def metadata(**fields: str | list[str]) -> Message:
+    message = Message()
+    for name, values in fields.items():
+        for value in [values] if isinstance(values, str) else values:
+            message[name.replace("_", "-")] = value
+    return message
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"License_Expression": "MPL-2.0", "License": "MIT"}, False),
+        ({"Classifier": ["License :: OSI Approved :: BSD License"]}, True),
+        ({"Classifier": ["License :: OSI Approved :: BSD License", "License :: OSI Approved :: GPLv3"]}, False),
+        ({"Classifier": ["License :: OSI Approved :: MIT License"], "License": "GPL"}, False),
+        ({"License": "Apache 2.0"}, True),
+        ({"License": "NVIDIA Proprietary Software"}, False),
+        ({"License": "Something of our own"}, False),
+        ({}, False),
+    ],
+)
+def test_metadata_is_refused_when_any_field_names_another_licence(fields: dict[str, str | list[str]], allowed: bool):
+    assert licences.judge(metadata(**fields)).allowed is allowed
+
+
+def test_header_that_names_another_licence_is_foreign():
+    assert licences.foreign_header("# This program is under the GNU General Public License\n")
+    assert licences.foreign_header("# SPDX-License-Identifier: LGPL-3.0-only\n")
+    assert not licences.foreign_header("# SPDX-License-Identifier: BSD-3-Clause\n# All rights reserved.\n")
+
+
+def program(seed: int, lines: int = 120) -> list[str]:
+    draw = random.Random(seed)
+    return [f"value_{draw.randrange(10**9)} = call_{draw.randrange(10**9)}(x)" for _ in range(lines)]
+
+
+def duplicates_of(*texts: list[str]) -> list[int]:
+    shingles = [dedup.shingle(dedup.normalise("\n".join(t))) for t in texts]
+    return dedup.near_duplicates(shingles, [dedup.signature(s) for s in shingles])
+
+
+def test_edited_copy_is_a_near_duplicate_and_another_program_is_not():
+    original, other = program(0), program(1)
+    edited = ["# a comment", *("    " + line for line in original)]
+    edited[30] = "    changed = True"
+    assert duplicates_of(original, other, edited) == [-1, -1, 0]
+
+
+def test_minhash_estimates_jaccard_similarity():
+    a, b = (dedup.shingle(t) for t in (program(0, 400), program(0, 400)[:250] + program(2, 150)))
+    estimate = float((dedup.signature(a) == dedup.signature(b)).mean())
+    assert abs(estimate - dedup.jaccard(a, b)) < 0.15
+
+
+def source(package: str, path: str, lines: list[str], num_bytes: int | None = None) -> corpus.SourceFile:
+    text = "\n".join(lines) + "\n"
+    shingles = dedup.shingle(dedup.normalise(text))
+    return corpus.SourceFile(
+        package, path, text, num_bytes or len(text), "0" * 64, b"", shingles, dedup.signature(shingles)
+    )
+
+
+def test_split_leaves_nothing_of_a_held_out_package_in_training():
+    size = split.MIN_HELD_OUT_BYTES
+    shared = program(5)
+    files = [
+        source("chosen", "chosen/a.py", program(1), size),
+        source("chosen", "chosen/copied.py", shared),
+        source("big", "big/copied.py", shared + program(6, 400), split.MAX_HELD_OUT_BYTES + 1),
+        source("big", "big/contrib/chosen.py", program(7)),
+        source("big", "big/b.py", program(8)),
+    ]
+    whole = corpus.Corpus({}, files, {}, {}, 5, 0)
+    division = split.split(whole, count=1, seed=0)
+    assert [f.path for f in division.held_out] == ["chosen/a.py"]
+    assert [f.path for f in division.train] == ["big/copied.py", "big/b.py"]
+    assert (division.removed_train, division.removed_held_out) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "reason"),
+    [
+        ("p/tests/data/a.py", "x = 1\n" * 100, "test data"),
+        ("p/a.py", "x = 1\n", "too small"),
+        ("p/a.py", "# Generated by a tool. DO NOT EDIT.\n" + "name = other\n" * 100, "generated"),
+        ("p/a.py", "# licensed under the MPL-2.0\n" + "name = other\n" * 100, "another licence in the header"),
+        ("p/a.py", "name = [" + "item, " * 200 + "]\n", "long lines"),
+        ("p/a.py", "x = 123456, 234567\n" * 100, "data, not code"),
+        ("p/a.py", "name = other(argument)\n" * 100, None),
+    ],
+)
+def test_file_is_left_out_for_the_reason_given(path: str, text: str, reason: str | None):
+    assert corpus.reason_to_skip(path, text) == reason
+
+
+def test_body_starts_after_the_docstring():
+    lines = ["def f(a):", '    """Say."""', *(f"    x{i} = a" for i in range(6)), "", "def short():", "    return 1"]
+    assert snippets.body_starts("\n".join(lines)) == [3]
+
+
+def test_shipped_prompts_are_the_first_of_each_kind_in_the_order_drawn():
+    drawn = [snippets.Snippet(str(i), "p", "1", "MIT", "a.py", i, "prompt", "reference") for i in range(6)]
+    loops = [True, False, True, False, False, True]
+    chosen = snippets.choose(drawn, loops, calm=2, looping=1)
+    assert chosen == [0, 1, 3]
+    rows = [json.loads(line) for line in snippets.dump(drawn, loops, chosen).splitlines()]
+    assert [(row["id"], row["loops"]) for row in rows] == [("0", True), ("1", False), ("3", False)]
+
+
+def play(continuation: list[int], top: list[list[int]], widths: tuple[int, ...]) -> int:
+    """Speculate with real trees: build every path, keep the longest that matches, add the bonus token."""
+    rounds, done = 0, 1
+    while done < len(continuation):
+        paths: list[list[int]] = [[]]
+        for level, width in enumerate(widths):
+            grown = []
+            for path in paths:
+                position = done + level
+                on_track = path == continuation[done:position] and position < len(top)
+                grown += [[*path, t] for t in (top[position][:width] if on_track else [-1] * width)]
+            paths = grown
+        wanted = continuation[done : done + len(widths)]
+        best = max(next((i for i, t in enumerate(p) if wanted[i : i + 1] != [t]), len(p)) for p in paths)
+        done = min(done + best + 1, len(continuation))
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1, 1), (3, 3, 3), (2,)])
+def test_replay_of_ranks_counts_the_rounds_of_real_trees(widths: tuple[int, ...]):
+    draw = random.Random(0)
+    for length in [1, 2, 3, 5, 17, 96] * 5:
+        continuation = [draw.randrange(5) for _ in range(length)]
+        top = [draw.sample(range(5), 5) for _ in range(length)]
+        ranks = [row.index(token) for row, token in zip(top, continuation, strict=True)]
+        replayed = acceptance.replay(ranks, widths)
+        assert replayed.rounds == play(continuation, top, widths)
+        assert replayed.tokens == length - 1
+
+
+def test_perfect_and_useless_drafts_bound_the_accepted_length():
+    assert acceptance.replay([0] * 101, (1, 1, 1, 1)).mean_accepted == 5
+    assert acceptance.replay([9] * 101, (1, 1, 1, 1)).mean_accepted == 1
+
+
+def test_loops_are_told_from_ordinary_continuations():
+    draw = random.Random(0)
+    ordinary = [draw.randrange(4096) for _ in range(96)]
+    assert not acceptance.loops(ordinary)
+    assert acceptance.loops(ordinary[:60] + [7, 8, 9] * 12)
+    assert acceptance.loops(ordinary[:6] + [t for i in range(18) for t in (1, 2, 3, 4, 100 + i)])
+    assert not acceptance.loops([])
