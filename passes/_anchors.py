@@ -95,7 +95,7 @@ def find_gdn_layers(model: nn.Module) -> list[GdnLayerInfo]:
         if _KIMI_RULE in called:
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) uses Kimi delta attention, whose decay is per channel; "
-                "treewy supports the Gated DeltaNet rule only"
+                "treewy supports the Gated DeltaNet rule only, so generate without a drafter"
             )
         if _RULES[0] not in called:
             continue

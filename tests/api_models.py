@@ -2,16 +2,25 @@
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import (
+    AttentionInterface,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
+from transformers.masking_utils import AttentionMaskInterface
 
-from models import noisy_copy, plain_model, random_tokens
+from models import VOCAB_SIZE, noisy_copy, plain_model, random_tokens
 from scripted import Proposal, ScriptedDrafter, chain, perfect
 from treewy import DraftTree
 
@@ -45,6 +54,16 @@ def knowing(text: Tensor, prompt: Tensor, script: Sequence[Proposal] = MIXED) ->
 def noisy_draft(family: str, noise: float = 0.1) -> PreTrainedModel:
     """A draft model that agrees with the plain model of its family now and then."""
     return noisy_copy(plain_model(family), noise)
+
+
+@functools.cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with the tiny models' vocabulary: six single letters, then words of three others."""
+    words = [*"abcdef", *map("".join, itertools.product("ghij", repeat=3))][:VOCAB_SIZE]
+    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
@@ -133,3 +152,21 @@ def model_snapshot(model: PreTrainedModel) -> dict[str, Any]:
 
 def _tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
     return {name: (id(tensor), tensor.requires_grad, tensor.double().tolist()) for name, tensor in named}
+
+
+def process_state() -> dict[str, Any]:
+    """Settings and registries of torch and transformers that outlive a call."""
+    return {
+        "attention": dict(AttentionInterface._global_mapping),
+        "attention masks": dict(AttentionMaskInterface._global_mapping),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "random": torch.get_rng_state().tolist(),
+        "modes": torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
+        "hooks": [
+            len(getattr(torch.nn.modules.module, name))
+            for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+        ],
+    }

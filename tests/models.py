@@ -167,7 +167,7 @@ class Step:
 
 
 class TokenByToken:
-    """The plain model fed one token at a time, without a batch and without pads. Remembers every text it was asked for."""
+    """The plain model fed one token at a time, without a batch and without pads; remembers every text that it read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

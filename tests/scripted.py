@@ -54,8 +54,8 @@ def always_wrong(num_tokens: int) -> Proposal:
 class ScriptedDrafter(Drafter):
     """Follow a script.
 
-    Wrong nodes are of two kinds. Beside the right path a node has any token but the right one. Below a wrong node, every
-    other node has the token that is right at its depth, which only its ancestors forbid.
+    Wrong nodes are of two kinds. Beside the right path a node has any token but the right one. Below a wrong node,
+    every other node has the token that is right at its depth, which only its ancestors forbid.
 
     Args:
         continuations: The target's greedy text of each row, the token that prefill chooses first.

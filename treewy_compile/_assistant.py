@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treewy._accept import deepest_accepted
-from treewy._draft_tree import DraftTree, parents_from_widths
+from treewy._draft_tree import DraftTree, parents_of_shape
 from treewy._session import Session
 from treewy.ops import PADDING, depths
 
@@ -46,13 +46,19 @@ class AssistantDrafter:
             tree = (1,) * (config.num_assistant_tokens or _DEFAULT_NUM_TOKENS)
             threshold = config.assistant_confidence_threshold
             self._confidence = _DEFAULT_CONFIDENCE if threshold is None else threshold
-        self._levels = _levels_of(_parents_of(tree))
+        self._levels = _levels_of(parents_of_shape(tree))
         widest = max(max(ranks) + 1 for _, ranks in self._levels)
         vocab_size = draft_model.config.get_text_config(decoder=True).vocab_size
         if widest > vocab_size:
-            raise ValueError(f"a node has {widest} children, but the draft model has only {vocab_size} tokens to offer")
+            raise ValueError(
+                f"a node has {widest} children, but the draft model has only {vocab_size} tokens to offer; draft a "
+                "narrower tree"
+            )
         self.reset()
-        Session(draft_model)  # refuses unsupported layers now rather than in the first round
+        try:
+            Session(draft_model)  # refuses unsupported layers now rather than in the first round
+        except ValueError as error:
+            raise ValueError(f"the draft model {type(draft_model).__name__} cannot draft: {error}") from error
 
     def reset(self) -> None:
         """Forget the previous text."""
@@ -147,17 +153,6 @@ class AssistantDrafter:
         self._session.commit(accepted)
         self._node_tokens = []
         self._pending = torch.zeros_like(self._pending)
-
-
-def _parents_of(tree: Sequence[int] | DraftTree) -> list[int]:
-    if not isinstance(tree, DraftTree):
-        return parents_from_widths(tree)
-    if not bool((tree.parents == tree.parents[:1]).all()) or not bool((tree.num_nodes == tree.parents.shape[1]).all()):
-        raise ValueError("a DraftTree that gives the shape of drafts must have the same full topology in every row")
-    if tree.parents.shape[1] == 0:
-        raise ValueError("a DraftTree that gives the shape of drafts must have at least one node")
-    parents: list[int] = tree.parents[0].tolist()
-    return parents
 
 
 def _levels_of(parents: list[int]) -> list[tuple[list[int], list[int]]]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 
 from transformers import PreTrainedModel
 
-from treewy._draft_tree import DraftTree, parents_from_widths
+from treewy._draft_tree import DraftTree, parents_of_shape
 from treewy._generate import COMMIT_POLICIES, CompiledGenerate, CompileOptions
 from treewy._session import Session
 from treewy.passes import find_gdn_layers
@@ -130,8 +130,8 @@ def _check_options(
         raise ValueError(f"commit policy {commit!r} is not available; choose one of {', '.join(COMMIT_POLICIES)}")
     if max_cache_len is not None and max_cache_len < 1:
         raise ValueError(f"max_cache_len is {max_cache_len}; it must be positive, or None for no limit")
-    if tree is not None and not isinstance(tree, DraftTree):
-        parents_from_widths(tree)
+    if tree is not None:
+        parents_of_shape(tree)
     return CompileOptions(tree, commit, max_cache_len)
 
 

@@ -132,6 +132,22 @@ def parents_from_widths(widths: Sequence[int]) -> list[int]:
     return parents
 
 
+def parents_of_shape(shape: Sequence[int] | DraftTree) -> list[int]:
+    """Return the parents of a tree shape given by widths or by a tree whose rows are all alike."""
+    if not isinstance(shape, DraftTree):
+        return parents_from_widths(shape)
+    if shape.parents.device.type == "meta":
+        raise ValueError("a DraftTree that gives the shape of drafts is on the meta device; make it on the CPU")
+    if not bool((shape.parents == shape.parents[:1]).all()) or not bool(
+        (shape.num_nodes == shape.parents.shape[1]).all()
+    ):
+        raise ValueError("a DraftTree that gives the shape of drafts must have the same full topology in every row")
+    if shape.parents.shape[1] == 0:
+        raise ValueError("a DraftTree that gives the shape of drafts must have at least one node")
+    parents: list[int] = shape.parents[0].tolist()
+    return parents
+
+
 def _check_values(parents: Tensor, num_nodes: Tensor) -> None:
     size = parents.shape[1]
     if bool(((num_nodes < 0) | (num_nodes > size)).any()):

@@ -23,6 +23,7 @@ _ROWWISE = (
     logits_process.MinNewTokensLengthLogitsProcessor,
     logits_process.RepetitionPenaltyLogitsProcessor,
     logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
     logits_process.SequenceBiasLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
     logits_process.SuppressTokensAtBeginLogitsProcessor,
@@ -30,6 +31,7 @@ _ROWWISE = (
     logits_process.ForcedEOSTokenLogitsProcessor,
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.ExponentialDecayLengthPenalty,
+    logits_process.LogitNormalization,
 )
 
 
@@ -65,21 +67,23 @@ class GreedyDecoding:
     """
 
     def __init__(self, processors: LogitsProcessorList, criteria: StoppingCriteriaList, batch: int) -> None:
+        self._batch = batch
         self._processors = processors
         self._criteria = criteria
-        self._max_length = criteria.max_length
-        self._eos = [c.eos_token_id for c in criteria if isinstance(c, stopping.EosTokenCriteria)]
-        others = [c for c in criteria if not isinstance(c, stopping.MaxLengthCriteria | stopping.EosTokenCriteria)]
+        # by type, not isinstance: a class of the user's own may decide otherwise
+        self._max_length = min(c.max_length for c in criteria if type(c) is stopping.MaxLengthCriteria)
+        self._eos = [c.eos_token_id for c in criteria if type(c) is stopping.EosTokenCriteria]
+        others = [c for c in criteria if type(c) not in (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)]
         self._one_by_one = len(processors) > 0 or len(others) > 0
         if batch > 1:
             for processor in processors:
-                if not isinstance(processor, _ROWWISE):
+                if type(processor) not in _ROWWISE:
                     raise ValueError(
                         f"logits processor {type(processor).__name__} may mix rows or count calls, so it cannot be "
                         f"used with a drafter and {batch} rows; generate row by row"
                     )
             for criterion in others:
-                if not (isinstance(criterion, stopping.MaxTimeCriteria | stopping.StopStringCriteria) and self._eos):
+                if not (type(criterion) in (stopping.MaxTimeCriteria, stopping.StopStringCriteria) and self._eos):
                     raise ValueError(
                         f"stopping criterion {type(criterion).__name__} cannot be used with a drafter and {batch} "
                         "rows: how a row goes on behind it depends on the other rows; generate row by row"
@@ -118,7 +122,8 @@ class GreedyDecoding:
         return Emission(emitted[:, :longest], count, accepted, ended, torch.where(count > 0, last, -1))
 
     def _walk(self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]) -> Emission:
-        walked = [self._walk_row(*row) for row in zip(logits, token_ids, parents, texts, strict=True)]
+        rows = zip(range(len(texts)), logits, token_ids, parents, texts, strict=True)
+        walked = [self._walk_row(*row) for row in rows]
         tokens, accepted, ended, nodes = zip(*walked, strict=True)
         device = token_ids.device
         return Emission(
@@ -130,18 +135,23 @@ class GreedyDecoding:
         )
 
     def _walk_row(
-        self, logits: Tensor, token_ids: Tensor, parents: Tensor, text: Tensor
+        self, row: int, logits: Tensor, token_ids: Tensor, parents: Tensor, text: Tensor
     ) -> tuple[Tensor, int, bool, int]:
         """Return the emitted tokens, how many of them were drafted, whether the row ends, and the node to commit."""
         if int(parents[0]) == PADDING:
             return text[:0], 0, False, -1
         start, node = len(text), 0
         while True:
-            scores = self._processors(text[None], logits[node, None].to(torch.float32, copy=True))
-            token = scores.argmax(dim=-1)
+            token = self._process(row, text, logits[node]).argmax(dim=-1, keepdim=True)
             text = torch.cat([text, token])
             ended = bool(self._criteria(text[None], None).all())
             child = ((parents == node) & (token_ids == token)).nonzero()
             if ended or len(child) == 0:
                 return text[start:], len(text) - start - (len(child) == 0), ended, node
             node = int(child[0])
+
+    def _process(self, row: int, text: Tensor, logits: Tensor) -> Tensor:
+        """Return the scores [V] of one row; processors may know the rows by their place, so all places get this one."""
+        texts = text.expand(self._batch, -1)
+        scores: Tensor = self._processors(texts, logits.to(torch.float32).repeat(self._batch, 1))
+        return scores[row]

@@ -9,7 +9,7 @@ class SpeculationStats:
 
     Args:
         rounds: Verification rounds, counted once however many rows took part.
-        target_forwards: Forwards of the target: the rounds and the prefill.
+        target_forwards: Forwards of the target: one a round, and one a chunk of the prefill.
         tokens: New tokens over all rows, the first one (from prefill) included.
         mean_accepted_length: Tokens a row and round, the target's own bonus token included; 0.0 without a round.
         acceptance_by_depth: For depth 1, 2, ...: of the rounds whose tree reached that depth, the fraction in which a
@@ -75,11 +75,11 @@ class StatsCounter:
                 self._reached[level] += 1
                 self._emitted[level] += level < accepted
 
-    def summary(self) -> SpeculationStats:
-        """Return what was counted."""
+    def summary(self, prefill_forwards: int) -> SpeculationStats:
+        """Return what was counted, and the forwards of the prefill with it."""
         return SpeculationStats(
             rounds=self._rounds,
-            target_forwards=self._rounds + 1,
+            target_forwards=self._rounds + prefill_forwards,
             tokens=self._tokens,
             mean_accepted_length=self._round_tokens / self._row_rounds if self._row_rounds else 0.0,
             acceptance_by_depth=tuple(e / r for e, r in zip(self._emitted, self._reached, strict=True)),

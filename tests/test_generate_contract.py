@@ -1,0 +1,730 @@
+"""`generate` with a drafter keeps every promise of Hugging Face's: arguments, calls to the user's objects, outputs."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+import treewy
+from api_models import (
+    BATCH,
+    BATCH_MASK,
+    MIXED,
+    PROMPT,
+    CriterionRecorder,
+    ProcessorRecorder,
+    StreamRecorder,
+    cache_keyword,
+    knowing,
+    noisy_draft,
+    plain_text,
+    tiny_tokenizer,
+)
+from models import FAMILIES, PREDICTABLE, VOCAB_SIZE, fresh_model, left_padded, plain_model, random_tokens
+from scripted import NOTHING, Proposal, ScriptedDrafter, chain, perfect
+
+NEW = 16
+
+THREE, THREE_MASK = left_padded((7, 4, 9), seed=8, width=10)
+
+# One drafter of each kind; the first knows the text, and is right and wrong where its script says.
+Drafting = Callable[[Tensor, Tensor], dict[str, Any]]
+DRAFTING: dict[str, Drafting] = {
+    "scripted": lambda text, prompt: {"drafter": knowing(text, prompt)},
+    "assistant": lambda text, prompt: {"assistant_model": noisy_draft("qwen3_next"), "draft_tree": (2, 2, 1)},
+    "prompt lookup": lambda text, prompt: {"prompt_lookup_num_tokens": 4},
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=DRAFTING)
+def drafting(request: pytest.FixtureRequest) -> Drafting:
+    return DRAFTING[request.param]
+
+
+@functools.cache
+def compiled(family: str = "qwen3_next", mixing: float = 1.0) -> PreTrainedModel:
+    """One compiled model for all tests, each of which must leave it as it was."""
+    return treewy.compile(fresh_model(family, mixing=mixing))
+
+
+def speculate(model: PreTrainedModel, prompt: Tensor = PROMPT, max_new_tokens: int = NEW, **options: Any) -> Any:
+    return model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, **options)
+
+
+@functools.cache
+def longer_text(family: str, prompt: Tensor, mixing: float = 1.0) -> Tensor:
+    """Plain text that goes on beyond what is to be generated, for a drafter that looks ahead of the end."""
+    return plain_text(plain_model(family, mixing=mixing), prompt, NEW + 8)
+
+
+def stats_of(script: Sequence[Proposal] = MIXED, prompt: Tensor = PROMPT, **options: Any) -> treewy.SpeculationStats:
+    drafter = knowing(longer_text("qwen3_next", prompt), prompt, script)
+    output = speculate(compiled(), prompt, drafter=drafter, return_dict_in_generate=True, **options)
+    stats: treewy.SpeculationStats = output.speculation
+    return stats
+
+
+# Streamers.
+
+
+def test_a_streamer_is_told_what_plain_generation_tells_it(family: str, drafting: Drafting) -> None:
+    plain, ours = StreamRecorder(), StreamRecorder()
+    text = plain_text(plain_model(family), PROMPT, NEW, streamer=plain)
+    assert torch.equal(speculate(compiled(family), streamer=ours, **drafting(text, PROMPT)), text)
+    assert ours.calls == plain.calls
+    prompt, *tokens, end = [call if call == "end" else call[1] for call in ours.calls]
+    assert (prompt, end) == (PROMPT.tolist(), "end")
+    assert tokens == [[token] for token in text[0, PROMPT.shape[1] :].tolist()]
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 4, NEW])
+@pytest.mark.parametrize("eos_at", [0, 1, 5])
+def test_a_streamer_is_told_nothing_behind_the_end(max_new_tokens: int, eos_at: int) -> None:
+    known = longer_text("qwen3_next", PROMPT)
+    options = {"eos_token_id": int(known[0, PROMPT.shape[1] + eos_at]), "max_new_tokens": max_new_tokens}
+    plain, ours = StreamRecorder(), StreamRecorder()
+    plain_text(plain_model("qwen3_next"), PROMPT, streamer=plain, **options)
+    speculate(compiled(), streamer=ours, drafter=knowing(known, PROMPT, (perfect(6),)), **options)
+    assert ours.calls == plain.calls
+
+
+# Where a text ends.
+
+
+def test_a_batch_ends_where_plain_generation_ends_with_each_greedy_token_as_eos(family: str) -> None:
+    known = longer_text(family, BATCH)
+    for eos in sorted(set(known[:, BATCH.shape[1] : BATCH.shape[1] + 10].flatten().tolist())):
+        expected = plain_text(plain_model(family), BATCH, NEW, eos_token_id=eos)
+        actual = speculate(compiled(family), BATCH, eos_token_id=eos, drafter=knowing(known, BATCH))
+        assert torch.equal(actual, expected), eos
+
+
+@pytest.mark.parametrize("eos", [None, 60, [60, 5, 7], list(range(2, 61, 4)), list(range(61))], ids=str)
+def test_any_set_of_eos_tokens_ends_a_text_where_it_ends_the_plain_one(
+    eos: int | list[int] | None, drafting: Drafting
+) -> None:
+    expected = plain_text(plain_model("qwen3_next"), BATCH, NEW, eos_token_id=eos)
+    known = longer_text("qwen3_next", BATCH)
+    assert torch.equal(speculate(compiled(), BATCH, eos_token_id=eos, **drafting(known, BATCH)), expected)
+
+
+@pytest.mark.parametrize("accept", range(6))
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_a_draft_of_five_makes_no_text_longer_than_asked_for(max_new_tokens: int, accept: int) -> None:
+    stats = stats_of((chain(5, accept),), max_new_tokens=max_new_tokens)
+    expected = plain_text(plain_model("qwen3_next"), PROMPT, max_new_tokens)
+    drafter = knowing(longer_text("qwen3_next", PROMPT), PROMPT, (chain(5, accept),))
+    assert torch.equal(speculate(compiled(), max_new_tokens=max_new_tokens, drafter=drafter), expected)
+    assert stats.tokens == max_new_tokens
+    assert stats.rounds == {1: 0, 2: 1, 3: 1 if accept else 2}[max_new_tokens]
+
+
+@pytest.mark.parametrize("length", [10, 20])
+def test_max_length_counts_the_prompt(drafting: Drafting, length: int) -> None:
+    known = longer_text("qwen3_next", PROMPT)
+    expected = plain_model("qwen3_next").generate(PROMPT, max_length=length, do_sample=False)
+    actual = compiled().generate(PROMPT, max_length=length, do_sample=False, **drafting(known, PROMPT))
+    assert actual.shape[1] == length
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_without_a_length_the_text_is_as_long_as_the_plain_one(drafting: Drafting) -> None:
+    known = longer_text("qwen3_next", PROMPT)
+    assert torch.equal(
+        compiled().generate(PROMPT, **drafting(known, PROMPT)), plain_model("qwen3_next").generate(PROMPT)
+    )
+
+
+def test_without_a_prompt_the_text_begins_with_bos() -> None:
+    expected = plain_model("qwen3_next").generate(max_new_tokens=NEW)
+    drafter = knowing(expected, expected[:, :1])
+    assert torch.equal(compiled().generate(max_new_tokens=NEW, drafter=drafter), expected)
+
+
+# What is returned.
+
+
+def test_the_output_is_hugging_faces_with_what_the_speculation_did(family: str, drafting: Drafting) -> None:
+    text = plain_text(plain_model(family), PROMPT, NEW)
+    options = drafting(text, PROMPT)
+    plain = plain_text(plain_model(family), PROMPT, NEW, return_dict_in_generate=True)
+    output = speculate(compiled(family), return_dict_in_generate=True, **options)
+    assert isinstance(output, GenerateDecoderOnlyOutput)
+    assert set(output.keys()) == {*plain.keys(), "speculation"}
+    assert torch.equal(output.sequences, text)
+    assert torch.equal(output[0], text)
+    assert output["speculation"] is output.speculation
+    assert type(output[cache_keyword(plain_model(family))]) is DynamicCache
+    assert (output.scores, output.logits, output.attentions, output.hidden_states) == (None,) * 4
+
+
+def test_return_dict_may_come_from_a_configuration_object() -> None:
+    config = GenerationConfig(max_new_tokens=5, return_dict_in_generate=True)
+    text = plain_text(plain_model("qwen3_next"), PROMPT, 5)
+    output = compiled().generate(PROMPT, generation_config=config, drafter=knowing(text, PROMPT))
+    assert torch.equal(output.sequences, text)
+    assert output.speculation.tokens == 5
+
+
+def test_statistics_cannot_be_changed() -> None:
+    stats = stats_of()
+    assert dataclasses.is_dataclass(stats)
+    for field in dataclasses.fields(stats):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(stats, field.name, 0)
+    assert isinstance(stats.acceptance_by_depth, tuple)
+    assert hash(stats) == hash(stats_of())
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A generation at batch 1, and the numbers that follow from its script."""
+
+    script: tuple[Proposal, ...]
+    max_new_tokens: int
+    rounds: int
+    mean: float
+    by_depth: tuple[float, ...]
+    nodes: int
+    eos_at: int | None = None
+
+
+THREE_TREES = (Proposal((-1, -1, 1, 1, 3), (1, 3)), Proposal((-1, -1), (1,)), Proposal((-1, -1), ()))
+COUNTED = {
+    # 1 + (3+1) + (3+1) + (3+1)
+    "every draft right": Counted((perfect(3),), 13, 3, 4.0, (1.0, 1.0, 1.0), 4),
+    "every draft wrong": Counted((chain(3, 0),), 5, 4, 1.0, (0.0, 0.0, 0.0), 4),
+    "no draft": Counted((NOTHING,), 5, 4, 1.0, (), 1),
+    "no round": Counted((perfect(3),), 1, 0, 0.0, (), 0),
+    # 1 + 3 + 1 + 5, depths 2, none, 4
+    "drafts of different depths": Counted((chain(2, 2), NOTHING, chain(4, 4)), 10, 3, 3.0, (1.0, 1.0, 1.0, 1.0), 5),
+    # 1 + 3 + 2 + 1: a tree of depth 3, then two of depth 1
+    "trees": Counted(THREE_TREES, 7, 3, 2.0, (2 / 3, 1.0, 0.0), 6),
+    # 1 + 6 + 2 of 6: the second round emits two of its five drafts and no bonus token
+    "cut by the length": Counted((perfect(5),), 9, 2, 4.0, (1.0, 1.0, 0.5, 0.5, 0.5), 6),
+    "cut before the bonus token": Counted((perfect(5),), 6, 1, 5.0, (1.0,) * 5, 6),
+    # token 3 is the third of the first round
+    "cut by eos": Counted((perfect(5),), 16, 1, 3.0, (1.0, 1.0, 1.0, 0.0, 0.0), 6, eos_at=3),
+    "cut by eos that is the bonus token": Counted((chain(5, 2),), 16, 1, 3.0, (1.0, 1.0, 0.0, 0.0, 0.0), 6, eos_at=3),
+    "cut by eos of a wrong draft's round": Counted((chain(2, 0),), 16, 3, 1.0, (0.0, 0.0), 3, eos_at=3),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED.values(), ids=COUNTED)
+@pytest.mark.parametrize("processor", [None, "a processor that changes nothing"])
+def test_statistics_are_those_of_the_script(case: Counted, processor: str | None) -> None:
+    options: dict[str, Any] = {"max_new_tokens": case.max_new_tokens}
+    new = longer_text("qwen3_next", PROMPT)[0, PROMPT.shape[1] :].tolist()
+    if case.eos_at is not None:
+        assert new[case.eos_at] not in new[: case.eos_at]
+        options["eos_token_id"] = new[case.eos_at]
+    if processor:  # another way through the engine
+        options["logits_processor"] = LogitsProcessorList([lambda input_ids, scores: scores])
+    stats = stats_of(case.script, **options)
+    assert stats.rounds == case.rounds
+    assert stats.target_forwards == case.rounds + 1
+    assert stats.tokens == (case.max_new_tokens if case.eos_at is None else case.eos_at + 1)
+    assert stats.mean_accepted_length == case.mean
+    assert stats.acceptance_by_depth == case.by_depth
+    assert stats.nodes == case.nodes
+
+
+def test_statistics_of_a_batch_count_rows_until_they_end(family: str) -> None:
+    known = longer_text(family, THREE)
+    new = known[:, THREE.shape[1] :].tolist()
+    eos = new[0][2]  # row 0 ends inside its first draft; the others go on
+    ends = [row.index(eos) + 1 if eos in row[:NEW] else NEW for row in new]
+    assert ends[0] == 3 < min(ends[1:])
+    scripts = ((perfect(4),), (chain(4, 1),), (NOTHING,))
+    drafter = ScriptedDrafter(new, scripts)
+    output = speculate(compiled(family), THREE, drafter=drafter, eos_token_id=eos, return_dict_in_generate=True)
+    stats, rounds = output.speculation, [1, -(-(ends[1] - 1) // 2), ends[2] - 1]
+    assert stats.tokens == sum(ends)
+    assert output.sequences.shape[1] == THREE.shape[1] + max(ends)
+    assert stats.rounds == max(rounds)
+    assert stats.mean_accepted_length == (sum(ends) - 3) / sum(rounds)
+    drafted = 1 + rounds[1]  # rounds of rows that drafted anything
+    assert stats.acceptance_by_depth == (1.0, 1 / drafted, 0.0, 0.0)
+
+
+def test_kept_bytes_are_fewer_than_those_of_snapshots(family: str, drafting: Drafting) -> None:
+    text = longer_text(family, BATCH)
+    stats = speculate(compiled(family), BATCH, return_dict_in_generate=True, **drafting(text, BATCH)).speculation
+    config = compiled(family).config
+    heads, keys, values = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * keys + heads * values
+    node = heads * keys * values + channels * config.linear_conv_kernel_dim
+    layers = config.layer_types.count("linear_attention")
+    assert stats.snapshot_bytes == 4 * layers * len(BATCH) * stats.nodes * node
+    assert 0 < stats.state_bytes < stats.snapshot_bytes
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_forwards_of_the_target_are_those_that_a_hook_counts(family: str, drafting: Drafting, batch: int) -> None:
+    prompt = BATCH[:batch]
+    calls: list[int] = []
+    handle = compiled(family).register_forward_hook(lambda *_: calls.append(1))
+    text = longer_text(family, prompt)
+    stats = speculate(compiled(family), prompt, return_dict_in_generate=True, **drafting(text, prompt)).speculation
+    handle.remove()
+    assert stats.target_forwards == len(calls) == stats.rounds + 1
+
+
+def test_forwards_of_a_chunked_prefill_are_counted() -> None:
+    calls: list[int] = []
+    handle = compiled().register_forward_hook(lambda *_: calls.append(1))
+    stats = stats_of(prefill_chunk_size=4)
+    handle.remove()
+    assert stats.target_forwards == len(calls)
+
+
+# The cache that is handed out.
+
+
+@pytest.mark.parametrize("first", [1, 2, 9])
+def test_plain_generation_continues_the_returned_cache(family: str, drafting: Drafting, first: int) -> None:
+    plain = plain_model(family)
+    expected = plain_text(plain, PROMPT, NEW)
+    options = drafting(longer_text(family, PROMPT), PROMPT)
+    output = speculate(compiled(family), max_new_tokens=first, return_dict_in_generate=True, **options)
+    cache = output[cache_keyword(plain)]
+    reference = plain_text(plain, PROMPT, first, return_dict_in_generate=True)[cache_keyword(plain)]
+    assert type(cache) is DynamicCache
+    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in reference.layers]
+    assert cache.get_seq_length() == reference.get_seq_length() == PROMPT.shape[1] + first - 1
+    continued = plain_text(plain, output.sequences, NEW - first, **{cache_keyword(plain): cache})
+    assert torch.equal(continued, expected)
+
+
+def test_plain_generation_continues_a_cache_that_eos_ended(family: str) -> None:
+    plain = plain_model(family)
+    known = longer_text(family, PROMPT)
+    eos = int(known[0, PROMPT.shape[1] + 4])
+    output = speculate(
+        compiled(family),
+        drafter=knowing(known, PROMPT, (perfect(6),)),
+        eos_token_id=eos,
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.shape[1] < PROMPT.shape[1] + NEW
+    cache = output[cache_keyword(plain)]
+    missing = known.shape[1] - output.sequences.shape[1]
+    assert torch.equal(plain_text(plain, output.sequences, missing, **{cache_keyword(plain): cache}), known)
+
+
+def test_the_returned_cache_keeps_nothing_of_the_generation_alive() -> None:
+    """What later calls write does not reach a cache that was handed out before."""
+    plain, known = plain_model("qwen3_next"), longer_text("qwen3_next", PROMPT)
+    outputs = [
+        speculate(compiled(), max_new_tokens=6, drafter=knowing(known, PROMPT), return_dict_in_generate=True)
+        for _ in range(2)
+    ]
+    for output in outputs:
+        cache = output[cache_keyword(plain)]
+        assert torch.equal(plain_text(plain, output.sequences, NEW - 6, **{cache_keyword(plain): cache}), known[:, :25])
+
+
+def test_rows_that_committed_different_lengths_get_no_cache(family: str) -> None:
+    known = longer_text(family, THREE)
+    new = known[:, THREE.shape[1] :].tolist()
+    name, options = cache_keyword(plain_model(family)), {"return_dict_in_generate": True}
+    same = speculate(compiled(family), THREE, drafter=knowing(known, THREE), **options)
+    assert same[name].get_seq_length() == THREE.shape[1] + NEW - 1
+    ended = speculate(compiled(family), THREE, drafter=knowing(known, THREE), eos_token_id=new[0][2], **options)
+    assert getattr(ended, name) is None
+    assert name not in ended
+    assert ended.speculation.tokens < 3 * NEW
+
+
+# Configuration objects.
+
+
+def test_prompt_lookup_may_come_from_a_configuration_object_which_stays_as_it_is(family: str) -> None:
+    config = GenerationConfig(max_new_tokens=NEW, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+    before = config.to_dict()
+    output = compiled(family).generate(PROMPT, config, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain_text(plain_model(family), PROMPT, NEW))
+    arguments = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+    same = speculate(compiled(family), return_dict_in_generate=True, **arguments)
+    assert output.speculation == same.speculation
+    assert config.to_dict() == before
+
+
+def test_prompt_lookup_on_the_models_own_configuration_is_refused() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"))
+    expected = plain_text(plain_model("qwen3_next"), PROMPT, NEW)
+    model.generation_config.prompt_lookup_num_tokens = 3
+    for options in ({}, {"prompt_lookup_num_tokens": 3}, {"drafter": knowing(expected, PROMPT)}):
+        with pytest.raises(ValueError, match=r"generation_config\.prompt_lookup_num_tokens is set.*set it to None"):
+            speculate(model, **options)
+    model.generation_config.prompt_lookup_num_tokens = None
+    assert torch.equal(speculate(model, drafter=knowing(expected, PROMPT)), expected)
+
+
+def test_the_models_own_configuration_is_heeded_and_stays_as_it_is(drafting: Drafting) -> None:
+    plain, model = fresh_model("qwen3_next"), treewy.compile(fresh_model("qwen3_next"))
+    for m in (plain, model):
+        m.generation_config.repetition_penalty = 1.4
+        m.generation_config.max_new_tokens = 11
+        m.generation_config.eos_token_id = [4, 13, 22]
+    before = model.generation_config.to_dict()
+    expected = plain.generate(PROMPT)
+    assert torch.equal(model.generate(PROMPT, **drafting(expected, PROMPT)), expected)
+    assert model.generation_config.to_dict() == before
+
+
+# Logits processors.
+
+
+EOS_IS_LIKELY = {"eos_token_id": list(range(2, 40))}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[5], [7, 9], [11], *[[n] for n in range(20, 30)]]},
+    "min_new_tokens": {"min_new_tokens": 9, **EOS_IS_LIKELY},
+    "min_length": {"min_length": 14, **EOS_IS_LIKELY},
+    "sequence_bias": {"sequence_bias": [[[n], 4.0] for n in range(30, 40)] + [[[31, 32], -9.0]]},
+    "suppress_tokens": {"suppress_tokens": list(range(10, 50))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [*range(4, 60)]},
+    "forced_eos_token_id": {"forced_eos_token_id": 17},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.6), "eos_token_id": 3},
+    "several": {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "suppress_tokens": [3, 4, 5, 6],
+        "min_length": 14,
+    },
+}
+AT_BATCH_1 = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "several")
+
+
+def with_batches() -> Iterator[Any]:
+    for name, options in PROCESSORS.items():
+        for batch in (1, 3) if name in AT_BATCH_1 else (3,):
+            yield pytest.param(options, batch, id=f"{name}-{batch}")
+
+
+@pytest.mark.parametrize(("options", "batch"), list(with_batches()))
+def test_processors_see_what_they_see_in_plain_generation(options: dict[str, Any], batch: int) -> None:
+    prompt = THREE[-batch:]
+    options = options | {"attention_mask": THREE_MASK[-batch:], "pad_token_id": 0}
+    plain = plain_model("qwen3_next", mixing=PREDICTABLE)  # loops, so that there is something to penalise
+    model = compiled("qwen3_next", PREDICTABLE)
+    expected = plain_text(plain, prompt, NEW, **options)
+    assert not torch.equal(expected, longer_text("qwen3_next", prompt, PREDICTABLE)[:, : expected.shape[1]])
+    output = speculate(model, prompt, drafter=knowing(expected, prompt), return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences, expected)
+    assert output.speculation.mean_accepted_length > 1
+    assert torch.equal(speculate(model, prompt, **options, **DRAFTING["assistant"](expected, prompt)), expected)
+
+
+def test_a_repetition_penalty_at_batch_3_without_pads_sees_what_it_sees_in_plain_generation() -> None:
+    prompt = random_tokens(3, 6, seed=5)
+    expected = plain_text(plain_model("qwen3_next", mixing=PREDICTABLE), prompt, NEW, repetition_penalty=1.3)
+    model = compiled("qwen3_next", PREDICTABLE)
+    assert torch.equal(speculate(model, prompt, repetition_penalty=1.3, drafter=knowing(expected, prompt)), expected)
+
+
+def test_constrained_and_guided_generation_are_plain_generations_at_batch_1(family: str) -> None:
+    def even_after_odd(row: int, text: Tensor) -> list[int]:
+        return list(range(2 + int(text[-1]) % 2, VOCAB_SIZE, 2))
+
+    for options in (
+        {"prefix_allowed_tokens_fn": even_after_odd},
+        {"guidance_scale": 1.7},
+        {"renormalize_logits": True},
+    ):
+        expected = plain_text(plain_model(family), PROMPT, NEW, **options)
+        actual = speculate(compiled(family), **options, drafter=knowing(expected, PROMPT))
+        assert torch.equal(actual, expected), options
+
+
+@pytest.mark.parametrize("eos_at", [None, 0, 5])
+@pytest.mark.parametrize("max_new_tokens", [1, 4, NEW])
+def test_a_processor_with_a_memory_gets_exactly_the_calls_of_plain_generation(
+    max_new_tokens: int, eos_at: int | None
+) -> None:
+    family = "qwen3_next"
+    recorder = LogitsProcessorList([ProcessorRecorder()])
+    known = plain_text(plain_model(family), PROMPT, NEW + 8, logits_processor=recorder)
+    assert not torch.equal(known, longer_text(family, PROMPT))
+    eos = None if eos_at is None else int(known[0, PROMPT.shape[1] + eos_at])
+    options = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "pad_token_id": 0}
+    plain = ProcessorRecorder()
+    expected = plain_text(plain_model(family), PROMPT, logits_processor=LogitsProcessorList([plain]), **options)
+    for drafting in DRAFTING.values():
+        ours = ProcessorRecorder()
+        processors = LogitsProcessorList([ours])
+        actual = speculate(compiled(family), logits_processor=processors, **options, **drafting(known, PROMPT))
+        assert torch.equal(actual, expected)
+        assert ours.texts == plain.texts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_processor_gets_float32_scores_of_its_own(dtype: torch.dtype) -> None:
+    """As in plain generation: it may write into them."""
+
+    def overwrite(input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert (scores.dtype, tuple(scores.shape)) == (torch.float32, (1, VOCAB_SIZE))
+        scores[:, int(input_ids[0, -1]) % 5 :: 5] -= 3
+        return scores
+
+    plain, model = (fresh_model("qwen3_next").to(dtype) for _ in range(2))
+    processors = LogitsProcessorList([overwrite])
+    expected = plain_text(plain, PROMPT, 8, logits_processor=processors)
+    treewy.compile(model)
+    options = {"logits_processor": processors, "drafter": knowing(expected, PROMPT)}
+    assert torch.equal(speculate(model, max_new_tokens=8, **options), expected)
+
+
+# Stopping criteria.
+
+
+@pytest.mark.parametrize("stop_at", [10, 13, 99])
+@pytest.mark.parametrize("eos_at", [None, 5])
+def test_a_criterion_gets_exactly_the_calls_of_plain_generation(
+    drafting: Drafting, stop_at: int, eos_at: int | None
+) -> None:
+    family = "qwen3_next"
+    known = longer_text(family, PROMPT)
+    eos = None if eos_at is None else int(known[0, PROMPT.shape[1] + eos_at])
+    options = {"max_new_tokens": 10, "eos_token_id": eos, "pad_token_id": 0}
+    plain, ours = CriterionRecorder(stop_at), CriterionRecorder(stop_at)
+    expected = plain_text(plain_model(family), PROMPT, stopping_criteria=StoppingCriteriaList([plain]), **options)
+    criteria = StoppingCriteriaList([ours])
+    actual = speculate(compiled(family), stopping_criteria=criteria, **options, **drafting(known, PROMPT))
+    assert torch.equal(actual, expected)
+    assert ours.texts == plain.texts
+
+
+class ShorterLength(MaxLengthCriteria):
+    """A criterion of the user's own, derived from Hugging Face's."""
+
+
+class LaterEnd(EosTokenCriteria):
+    """Likewise: a token ends the text only from some length on."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        stop: Tensor = super().__call__(input_ids, scores, **kwargs) & (input_ids.shape[1] >= 18)
+        return stop
+
+
+CRITERIA: dict[str, Callable[[], list[Any]]] = {
+    "shorter than the prompt": lambda: [MaxLengthCriteria(5)],
+    "shorter than asked for": lambda: [MaxLengthCriteria(14)],
+    "two lengths": lambda: [MaxLengthCriteria(20), MaxLengthCriteria(14)],
+    "a length of the user's own class": lambda: [ShorterLength(14)],
+    "an end of the user's own class": lambda: [LaterEnd(torch.arange(VOCAB_SIZE))],
+    "two sets of end tokens": lambda: [EosTokenCriteria([*range(2, 30, 2)]), EosTokenCriteria([*range(30, 61, 2)])],
+}
+
+
+@pytest.mark.parametrize("make", CRITERIA.values(), ids=CRITERIA)
+def test_criteria_of_the_user_end_a_text_where_they_end_the_plain_one(make: Callable[[], list[Any]]) -> None:
+    known = longer_text("qwen3_next", PROMPT)
+    options: dict[str, Any] = {"eos_token_id": 60, "pad_token_id": 0}
+    criteria = StoppingCriteriaList(make())
+    expected = plain_text(plain_model("qwen3_next"), PROMPT, NEW, stopping_criteria=criteria, **options)
+    assert expected.shape[1] < PROMPT.shape[1] + NEW
+    for drafting in DRAFTING.values():
+        criteria = StoppingCriteriaList(make())
+        actual = speculate(compiled(), stopping_criteria=criteria, **options, **drafting(known, PROMPT))
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("make", [lambda: MaxLengthCriteria(14), lambda: StopStringCriteria(tiny_tokenizer(), "gg")])
+def test_criteria_end_the_rows_of_a_batch_where_they_end_the_plain_ones(make: Callable[[], Any]) -> None:
+    known = longer_text("qwen3_next", BATCH)
+    options: dict[str, Any] = {
+        "eos_token_id": 60,
+        "pad_token_id": 0,
+    }  # plain generation pads only where there is an eos
+    criteria = StoppingCriteriaList([make()])
+    expected = plain_text(plain_model("qwen3_next"), BATCH, NEW, stopping_criteria=criteria, **options)
+    assert expected.shape[1] < BATCH.shape[1] + NEW
+    for drafting in DRAFTING.values():
+        criteria = StoppingCriteriaList([make()])
+        actual = speculate(compiled(), BATCH, stopping_criteria=criteria, **options, **drafting(known, BATCH))
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(("prompt", "eos"), [(PROMPT, None), (PROMPT, 60), (BATCH, 60)])
+def test_no_time_at_all_is_time_for_one_token(drafting: Drafting, prompt: Tensor, eos: int | None) -> None:
+    known = longer_text("qwen3_next", prompt)
+    options = {"max_time": 0.0, "eos_token_id": eos}
+    expected = plain_text(plain_model("qwen3_next"), prompt, NEW, **options)
+    assert expected.shape[1] == prompt.shape[1] + 1
+    assert torch.equal(speculate(compiled(), prompt, **options, **drafting(known, prompt)), expected)
+
+
+def stop_string(known: Tensor, position: int) -> str:
+    """A string that begins in the middle of one token and ends in the next."""
+    first, second = tiny_tokenizer().convert_ids_to_tokens(known[0, PROMPT.shape[1] + position :][:2].tolist())
+    return first[1:] + second[:1]
+
+
+@pytest.mark.parametrize("position", [0, 3, 6])
+def test_a_criterion_of_stop_strings_ends_a_text_where_it_ends_the_plain_one(drafting: Drafting, position: int) -> None:
+    known = longer_text("qwen3_next", PROMPT)
+    criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), stop_string(known, position))])
+    expected = plain_text(plain_model("qwen3_next"), PROMPT, NEW, stopping_criteria=criteria)
+    assert expected.shape[1] <= PROMPT.shape[1] + position + 2
+    assert torch.equal(speculate(compiled(), stopping_criteria=criteria, **drafting(known, PROMPT)), expected)
+
+
+def test_stop_strings_end_a_text_where_they_end_the_plain_one(drafting: Drafting) -> None:
+    known = longer_text("qwen3_next", PROMPT)
+    options = {"stop_strings": [stop_string(known, 5)], "tokenizer": tiny_tokenizer()}
+    expected = plain_text(plain_model("qwen3_next"), PROMPT, NEW, **options)
+    assert expected.shape[1] < PROMPT.shape[1] + NEW
+    assert torch.equal(speculate(compiled(), **options, **drafting(known, PROMPT)), expected)
+
+
+# Attention masks.
+
+
+HOLE = torch.ones_like(PROMPT)
+HOLE[0, 3:6] = 0
+HOLES = BATCH_MASK.clone()
+HOLES[0, 5:7] = HOLES[1, 8] = 0
+
+MASKS: dict[str, tuple[Tensor, Tensor | None]] = {
+    "none": (PROMPT, None),
+    "ones": (PROMPT, torch.ones_like(PROMPT)),
+    "inferred from pads": (BATCH, None),
+    "left pads": (BATCH, BATCH_MASK),
+    "left pads, bool": (BATCH, BATCH_MASK.bool()),
+    "pads of other tokens": (BATCH + 2 * (1 - BATCH_MASK), BATCH_MASK),
+    "a row of one token": (BATCH, (torch.arange(11) >= torch.tensor([[10], [4]])).long()),
+    "left pads at batch 1": (BATCH[:1], BATCH_MASK[:1]),
+    "a hole": (PROMPT, HOLE),
+    "left pads and holes": (BATCH, HOLES),
+}
+
+
+@pytest.mark.parametrize(("prompt", "mask"), MASKS.values(), ids=MASKS)
+def test_any_attention_mask_gives_the_plain_text(family: str, prompt: Tensor, mask: Tensor | None) -> None:
+    expected = plain_text(plain_model(family), prompt, NEW, attention_mask=mask)
+    for drafting in (DRAFTING["scripted"], DRAFTING["assistant"]):
+        actual = speculate(compiled(family), prompt, attention_mask=mask, **drafting(expected, prompt))
+        assert torch.equal(actual, expected)
+
+
+def test_a_hole_in_the_mask_matters(family: str) -> None:
+    texts = [plain_text(plain_model(family), PROMPT, NEW, attention_mask=mask) for mask in (None, HOLE)]
+    assert not torch.equal(*texts)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 50])
+@pytest.mark.parametrize("name", ["none", "left pads and holes"])
+def test_a_prompt_may_be_prefilled_in_chunks(family: str, chunk: int, name: str) -> None:
+    prompt, mask = MASKS[name]
+    options = {"attention_mask": mask, "prefill_chunk_size": chunk}
+    expected = plain_text(plain_model(family), prompt, NEW, **options)
+    for drafting in (DRAFTING["scripted"], DRAFTING["assistant"]):
+        assert torch.equal(speculate(compiled(family), prompt, **options, **drafting(expected, prompt)), expected)
+
+
+# The rest of the interface.
+
+
+def test_the_tree_of_compile_is_the_default_of_draft_tree() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"), tree=(3, 2))
+    shape = treewy.DraftTree(torch.zeros(1, 3).long(), torch.tensor([-1, -1, 0]))
+    text = plain_text(plain_model("qwen3_next"), PROMPT, NEW)
+    for draft_tree, nodes in ((None, 1 + 3 + 6), ((2, 1), 1 + 2 + 2), (shape, 1 + 3), (None, 1 + 3 + 6)):
+        options = {"assistant_model": noisy_draft("qwen3_next"), "draft_tree": draft_tree}
+        output = speculate(model, return_dict_in_generate=True, **options)
+        assert output.speculation.nodes == nodes
+        assert torch.equal(output.sequences, text)
+    # it shapes what an assistant drafts, and nothing else
+    assert torch.equal(speculate(model, prompt_lookup_num_tokens=2), text)
+    assert torch.equal(speculate(model, drafter=knowing(text, PROMPT)), text)
+    assert torch.equal(speculate(model), text)
+
+
+def test_a_model_may_draft_for_itself(family: str) -> None:
+    model = compiled(family)
+    output = speculate(model, assistant_model=model, draft_tree=(1, 1, 1), return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain_text(plain_model(family), PROMPT, NEW))
+    assert output.speculation.acceptance_by_depth[0] == 1.0
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, BATCH], ids=["one row", "batch"])
+def test_a_float64_model_gives_its_own_plain_text(family: str, prompt: Tensor) -> None:
+    plain, model = (fresh_model(family).double() for _ in range(2))
+    expected = plain_text(plain, prompt, NEW)
+    treewy.compile(model)
+    for script in (MIXED, (perfect(5),), (chain(4, 0),)):
+        assert torch.equal(speculate(model, prompt, drafter=knowing(expected, prompt, script)), expected)
+
+
+def test_a_bfloat16_model_leaves_its_own_plain_text_only_where_that_is_uncertain(family: str) -> None:
+    """A first difference needs two best logits closer than what plain decoding and a plain forward make of the text."""
+    plain, model = (fresh_model(family).bfloat16() for _ in range(2))
+    treewy.compile(model)
+    differences, comparisons = 0, 0
+    for seed in range(6):
+        prompt = random_tokens(1, 9, seed=100 + seed)
+        output = plain_text(plain, prompt, NEW, return_dict_in_generate=True, output_logits=True)
+        expected = output.sequences
+        decoded = torch.cat(output.logits)
+        noise = (decoded - plain(expected).logits[0, prompt.shape[1] - 1 : -1]).abs().max()
+        best, second = decoded.topk(2).values.unbind(1)
+        for script in (MIXED, (chain(4, 0),)):
+            actual = speculate(model, prompt, drafter=knowing(expected, prompt, script))
+            different = (actual != expected)[0, prompt.shape[1] :].nonzero()
+            comparisons += 1
+            if len(different) > 0:
+                differences += 1
+                assert best[different[0, 0]] - second[different[0, 0]] <= 2 * noise
+    assert differences < comparisons / 2  # otherwise the noise would allow anything
+
+
+def test_the_signature_names_the_arguments_of_both() -> None:
+    theirs = inspect.signature(plain_model("qwen3_next").generate).parameters
+    ours = inspect.signature(compiled().generate).parameters
+    assert set(ours) == {*theirs, "draft_tree", "drafter"}
+    assert [name for name in ours if name in theirs] == list(theirs)
+    for name in ("draft_tree", "drafter"):
+        assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert ours[name].default is None
+    assert list(ours)[-1] == list(theirs)[-1]
+    assert "draft_tree" not in inspect.signature(plain_model("qwen3_next").generate).parameters
+
+
+def test_arguments_may_be_positional_or_named() -> None:
+    text = plain_text(plain_model("qwen3_next"), PROMPT, NEW)
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False)
+    calls: list[Callable[..., Tensor]] = [
+        functools.partial(compiled().generate, PROMPT, config),
+        functools.partial(compiled().generate, inputs=PROMPT, generation_config=config),
+        functools.partial(compiled().generate, input_ids=PROMPT, max_new_tokens=NEW),
+        functools.partial(compiled().generate, input_ids=PROMPT, generation_config=config, attention_mask=None),
+        functools.partial(compiled().generate, PROMPT, None, None, None, max_new_tokens=NEW, draft_tree=None),
+    ]
+    for call in calls:
+        assert torch.equal(call(drafter=knowing(text, PROMPT)), text)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_prompt_may_be_of_any_integer_type_that_plain_generation_takes(dtype: torch.dtype) -> None:
+    expected = plain_text(plain_model("qwen3_next"), PROMPT.to(dtype), NEW)
+    for drafting in DRAFTING.values():
+        actual = speculate(compiled(), PROMPT.to(dtype), **drafting(longer_text("qwen3_next", PROMPT), PROMPT))
+        assert torch.equal(actual, expected)
