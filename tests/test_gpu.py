@@ -15,7 +15,8 @@ TREES = [(1, 1, 1, 1), (3, 2, 1, 1)]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate_on_a_gpu_equals_plain_generate(family: str, tree: tuple[int, ...]) -> None:
     model = fresh_model(family)
-    model, draft = model.cuda(), noisy_copy(model, 0.02, seed=1).cuda()
+    draft = noisy_copy(model, 0.02, seed=1).cuda()
+    model.cuda()
     generator = torch.Generator().manual_seed(2)
     prompt = torch.randint(1, VOCAB_SIZE, (3, 11), generator=generator)
     mask = torch.ones_like(prompt)
