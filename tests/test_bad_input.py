@@ -773,5 +773,5 @@ def test_a_failing_forward_leaves_nothing_behind(model: PreTrainedModel) -> None
 
 def test_assisted_decoding_of_a_configuration_object_is_refused(model: PreTrainedModel) -> None:
     config = GenerationConfig(max_new_tokens=NEW, assistant_early_exit=1)
-    with pytest.raises(ValueError, match="generation_config.assistant_early_exit is set.*pass assistant_model"):
+    with pytest.raises(ValueError, match=r"generation_config\.assistant_early_exit is set.*pass assistant_model"):
         model.generate(PROMPT, config, **right())
