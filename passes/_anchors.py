@@ -99,7 +99,9 @@ def find_gdn_layers(model: nn.Module) -> list[GdnLayerInfo]:
             )
         if _RULES[0] not in called:
             continue
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        # accelerate keeps the forward that its hooks wrap as _old_forward
+        own_forward = vars(module).get("_old_forward", vars(module).get("forward"))
+        if own_forward is not None and getattr(own_forward, "__func__", None) is not type(module).forward:
             raise ValueError(
                 f"the forward of layer {name!r} was replaced as a whole (a hub kernel?), so treewy cannot see its "
                 "delta rule; load the model with use_kernels=False"

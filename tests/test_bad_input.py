@@ -460,6 +460,11 @@ WHOLE_TEXT = "cannot be combined with a drafter yet; pass the whole text as inpu
 MASK = r"attention_mask is \[{}\] but input_ids is \[1, 9\]"
 
 ARGUMENTS = [
+    drafted(
+        "an argument of forward", "output_router_logits is an argument.*leave it out", {"output_router_logits": True}
+    ),
+    drafted("settings of the draft", "num_assistant_tokens is read from.*set it on", {"num_assistant_tokens": 3}),
+    drafted("a suffix without lookup", "max_matching_ngram_size=3.*pass prompt_lookup", {"max_matching_ngram_size": 3}),
     drafted("sampling", "do_sample=True cannot be combined.*pass do_sample=False", {"do_sample": True}),
     drafted("beams", "mode 'beam_search' cannot be combined.*use greedy search", {"num_beams": 2}),
     drafted(
@@ -485,11 +490,6 @@ ARGUMENTS = [
         "embeddings",
         "inputs_embeds cannot be combined.*pass input_ids, which drafts continue",
         {"inputs_embeds": torch.zeros(1, 9, 32)},
-    ),
-    drafted(
-        "positions",
-        "position_ids cannot be combined.*leave it out, positions follow from attention_mask",
-        {"position_ids": torch.arange(9)[None]},
     ),
     *(
         drafted(name, f"{name}=True cannot be combined.*leave it out", {name: True, "return_dict_in_generate": True})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
@@ -213,11 +214,11 @@ COUNTED = {
     "no round": Counted((perfect(3),), 1, 0, 0.0, (), 0),
     # 1 + 3 + 1 + 5, depths 2, none, 4
     "drafts of different depths": Counted((chain(2, 2), NOTHING, chain(4, 4)), 10, 3, 3.0, (1.0, 1.0, 1.0, 1.0), 5),
-    # 1 + 3 + 2 + 1: a tree of depth 3, then two of depth 1
-    "trees": Counted(THREE_TREES, 7, 3, 2.0, (2 / 3, 1.0, 0.0), 6),
-    # 1 + 6 + 2 of 6: the second round emits two of its five drafts and no bonus token
-    "cut by the length": Counted((perfect(5),), 9, 2, 4.0, (1.0, 1.0, 0.5, 0.5, 0.5), 6),
-    "cut before the bonus token": Counted((perfect(5),), 6, 1, 5.0, (1.0,) * 5, 6),
+    # 1 + 3 + 2 + 1: a tree of depth 3, then one of depth 1, then one that there is no room for
+    "trees": Counted(THREE_TREES, 7, 3, 2.0, (1.0, 1.0, 0.0), 6),
+    # 1 + 6 + 2: the second draft is cut to one token, since the bonus token fills the text
+    "cut to the room": Counted((perfect(5),), 9, 2, 4.0, (1.0,) * 5, 6),
+    "cut to the room in the first round": Counted((perfect(5),), 6, 1, 5.0, (1.0,) * 4, 5),
     # token 3 is the third of the first round
     "cut by eos": Counted((perfect(5),), 16, 1, 3.0, (1.0, 1.0, 1.0, 0.0, 0.0), 6, eos_at=3),
     "cut by eos that is the bonus token": Counted((chain(5, 2),), 16, 1, 3.0, (1.0, 1.0, 0.0, 0.0, 0.0), 6, eos_at=3),
@@ -258,7 +259,7 @@ def test_statistics_of_a_batch_count_rows_until_they_end(family: str) -> None:
     assert output.sequences.shape[1] == THREE.shape[1] + max(ends)
     assert stats.rounds == max(rounds)
     assert stats.mean_accepted_length == (sum(ends) - 3) / sum(rounds)
-    drafted = 1 + rounds[1]  # rounds of rows that drafted anything
+    drafted = 1 + (ends[1] - 1) // 2  # rounds of rows that drafted anything and had room for it
     assert stats.acceptance_by_depth == (1.0, 1 / drafted, 0.0, 0.0)
 
 
@@ -613,6 +614,8 @@ MASKS: dict[str, tuple[Tensor, Tensor | None]] = {
     "a row of one token": (BATCH, (torch.arange(11) >= torch.tensor([[10], [4]])).long()),
     "left pads at batch 1": (BATCH[:1], BATCH_MASK[:1]),
     "a hole": (PROMPT, HOLE),
+    "right pads": (BATCH.flip(1), BATCH_MASK.flip(1)),
+    "a last token that looks like a pad": (torch.cat([PROMPT[:, :-1], 0 * PROMPT[:, :1]], dim=1), None),
     "left pads and holes": (BATCH, HOLES),
 }
 
@@ -623,6 +626,25 @@ def test_any_attention_mask_gives_the_plain_text(family: str, prompt: Tensor, ma
     for drafting in (DRAFTING["scripted"], DRAFTING["assistant"]):
         actual = speculate(compiled(family), prompt, attention_mask=mask, **drafting(expected, prompt))
         assert torch.equal(actual, expected)
+
+
+def test_positions_go_on_from_those_of_the_prompt(family: str) -> None:
+    options = {"position_ids": 3 * torch.arange(PROMPT.shape[1])[None]}
+    expected = plain_text(plain_model(family), PROMPT, NEW, **options)
+    for drafting in (DRAFTING["scripted"], DRAFTING["assistant"]):
+        assert torch.equal(speculate(compiled(family), **options, **drafting(expected, PROMPT)), expected)
+
+
+def test_a_draft_is_cut_to_the_room_that_is_left() -> None:
+    """Also where the draft model has positions for no more than the text."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_positions=PROMPT.shape[1] + NEW, n_embd=16, n_layer=2, n_head=2
+    )
+    draft = transformers.GPT2LMHeadModel(config).eval()
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    model = treewy.compile(fresh_model("qwen3_next"), max_cache_len=PROMPT.shape[1] + NEW)
+    output = speculate(model, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain_text(plain_model("qwen3_next"), PROMPT, NEW))
 
 
 def test_a_hole_in_the_mask_matters(family: str) -> None:

@@ -14,7 +14,7 @@ def deepest_accepted(agrees: Tensor, parents: Tensor) -> Tensor:
         parents: Parent of each node [B, N].
 
     Returns:
-        Node [B], -1 where no node without a parent agrees. Of siblings with the same token the first counts.
+        Node [B], -1 where no node without a parent agrees. Of equally deep ones the first counts.
     """
     batch, size = parents.shape
     if size == 0:

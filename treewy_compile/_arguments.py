@@ -21,9 +21,24 @@ _UNSUPPORTED_ARGUMENTS = {
     "inputs_embeds": "pass input_ids, which drafts continue",
     "negative_prompt_ids": "leave it out",
     "past_key_values": "pass the whole text as input_ids",
-    "position_ids": "leave it out, positions follow from attention_mask",
     "synced_gpus": "leave it out",
+    "token_healing": "leave it out",
     "use_mtp": "pass an assistant_model or prompt_lookup_num_tokens",
+}
+_DRAFT_MODEL_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+_FORWARD_ARGUMENTS = {  # what a decoding loop sees of the arguments of forward; images matter to prefill alone
+    "attention_mask",
+    "cache",
+    "image_grid_thw",
+    "logits_to_keep",
+    "mm_encoder_outputs",
+    "mm_token_type_ids",
+    "past_key_values",
+    "pixel_values",
+    "pixel_values_videos",
+    "position_ids",
+    "use_cache",
+    "video_grid_thw",
 }
 _UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 
@@ -66,6 +81,8 @@ def take_drafter(
         raise ValueError(f"{' and '.join(sources)} both name a drafter; pass one of them")
     if tree is not None and not sources:
         raise ValueError(f"draft_tree={tree!r} needs somebody to draft it; pass assistant_model as well")
+    if ngram is not None and lookup is None:
+        raise ValueError(f"max_matching_ngram_size={ngram} belongs to prompt lookup; pass prompt_lookup_num_tokens too")
     if tree is not None and assistant is None:
         raise ValueError(f"draft_tree={tree!r} shapes the drafts of an assistant_model, not of {sources[0]}")
     if assistant is not None:
@@ -93,10 +110,16 @@ def prepare_for_drafting(model: PreTrainedModel, arguments: dict[str, Any]) -> N
         ValueError: If an argument cannot be combined with a drafter.
     """
     for name, remedy in _UNSUPPORTED_ARGUMENTS.items():
-        if arguments.get(name) is not None:
+        value = arguments.get(name)
+        if value is not None and value is not False:
             raise ValueError(f"{name} cannot be combined with a drafter yet; {remedy}")
-    for config in (arguments, vars(arguments.get("generation_config") or object), vars(model.generation_config)):
-        cache = config.get("cache_implementation")
+    for name in _DRAFT_MODEL_SETTINGS:
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} is read from the draft model; set it on assistant_model.generation_config")
+    configs = [model.generation_config]
+    if arguments.get("generation_config") is not None:
+        configs.append(arguments["generation_config"])
+    for cache in (arguments.get("cache_implementation"), *(config.cache_implementation for config in configs)):
         if cache not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={cache!r} cannot be combined with a drafter; leave it out: treewy brings its "
@@ -108,6 +131,10 @@ def prepare_for_drafting(model: PreTrainedModel, arguments: dict[str, Any]) -> N
         raise ValueError(
             f"attention_mask is {list(mask.shape)} but input_ids is {list(ids.shape)}; pass one value a token"
         )
+    if model.generation_config.stop_strings is not None:
+        raise ValueError(
+            "model.generation_config.stop_strings is set; set it to None and pass stop_strings and tokenizer instead"
+        )
     tokenizer = arguments.pop("tokenizer", None)
     stop_strings = _take(arguments, "stop_strings")
     if stop_strings is None:
@@ -118,8 +145,11 @@ def prepare_for_drafting(model: PreTrainedModel, arguments: dict[str, Any]) -> N
     arguments["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, stop_strings), *given])
 
 
-def refuse_unsupported(config: GenerationConfig, streamer: Any, batch: int) -> None:
+def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any], streamer: Any, batch: int) -> None:
     """Raise for settings that would otherwise be ignored, wherever they came from."""
+    for name, value in model_kwargs.items():
+        if value is not None and name not in (*_FORWARD_ARGUMENTS, *_UNSUPPORTED_OUTPUTS):
+            raise ValueError(f"{name} is an argument of forward that a drafter cannot continue; leave it out")
     if config.do_sample:
         raise ValueError("do_sample=True cannot be combined with a drafter yet; pass do_sample=False")
     mode = config.get_generation_mode()
@@ -151,9 +181,7 @@ def _assistant_drafter(
     model: PreTrainedModel, assistant: PreTrainedModel, tree: Sequence[int] | DraftTree | None
 ) -> AssistantDrafter:
     if not isinstance(assistant, PreTrainedModel):
-        raise TypeError(
-            f"assistant_model is {assistant!r}; pass a transformers model, or drafter= for a treewy.Drafter"
-        )
+        raise TypeError(f"assistant_model is {assistant!r:.60}; pass a transformers model, or a Drafter as drafter=")
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, assistant))
     if ours != theirs:
         raise ValueError(

@@ -37,6 +37,7 @@ class AssistantDrafter:
         config = draft_model.generation_config
         self._model = draft_model
         self._confidence: float | None = None
+        self.max_length: int | None = None  # of the text; what cannot be emitted before it is not drafted
         if tree is None:
             if config.num_assistant_tokens_schedule not in (None, "constant"):
                 raise ValueError(
@@ -87,7 +88,10 @@ class AssistantDrafter:
         parents_so_far: list[int] = []
         going = torch.ones_like(counts, dtype=torch.bool)
         num_nodes = torch.zeros_like(counts)
-        for depth, (parents, ranks) in enumerate(self._levels):
+        levels = self._levels
+        if self.max_length is not None:  # a round's last token is the target's own
+            levels = levels[: max(0, self.max_length - int(lengths.min()) - 1)]
+        for depth, (parents, ranks) in enumerate(levels):
             best = above_logits.topk(max(ranks) + 1, dim=-1).indices
             chosen = best[:, [parent - above_start for parent in parents], ranks]
             proposed.append(chosen)
@@ -97,13 +101,13 @@ class AssistantDrafter:
                 going &= probability >= self._confidence
             above_start = len(parents_so_far)
             parents_so_far += parents
-            if depth + 1 == len(self._levels) or not bool(going.any()):
+            if depth + 1 == len(levels) or not bool(going.any()):
                 break
             index = torch.tensor(parents, device=tokens.device).expand(chosen.shape)
             above_logits = self._extend(chosen, torch.where(index < 0, root[:, None], first_draft + index))
         return DraftTree(
-            torch.cat(proposed, dim=1).to(input_ids.device),
-            torch.tensor(parents_so_far, device=input_ids.device),
+            torch.cat([tokens[:, :0], *proposed], dim=1).to(input_ids.device),
+            torch.tensor(parents_so_far, dtype=torch.int64, device=input_ids.device),
             num_nodes=num_nodes.to(input_ids.device),
         )
 

@@ -158,7 +158,7 @@ class KeyValueLayer(DynamicLayer):  # type: ignore[misc]
         rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
         columns = self.forward.node_columns
         for store, new in ((self.keys, key_states), (self.values, value_states)):
-            store[rows, :, columns] = new.transpose(1, 2)
+            store[rows, :, columns] = new.transpose(1, 2).to(store.dtype)
         return self.keys[:, :, :width], self.values[:, :, :width]
 
     def commit(self, lengths: Tensor, path: Tensor, length: Tensor) -> None:
@@ -202,7 +202,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         key_heads = {layer.layer_idx: layer.num_key_heads for layer in gdn_layers}
         layers: list[StateLayer | KeyValueLayer] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
-            if index in key_heads:
+            if index in key_heads and type(layer) is LinearAttentionLayer:
                 layers.append(StateLayer(key_heads[index], make_nodes))
             elif type(layer) is DynamicLayer:
                 layers.append(KeyValueLayer())
@@ -216,6 +216,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._committed: Tensor | None = None  # [B, columns] bool: real tokens, not pads
         self.lengths = torch.empty(0, dtype=torch.int64)  # committed columns a row, pads included
         self.columns_used = 0
+        self._next_position = torch.empty(0, dtype=torch.int64)  # position of the next token [..., B]
 
     @property
     def state_layers(self) -> list[StateLayer]:
@@ -227,14 +228,14 @@ class TreeCache(Cache):  # type: ignore[misc]
         """The attention layers."""
         return [layer for layer in self.layers if isinstance(layer, KeyValueLayer)]
 
-    @property
-    def positions(self) -> Tensor:
-        """Real tokens committed a row [B]: the position of the next one."""
-        assert self._committed is not None
-        return self._committed.sum(dim=1)
+    def start_rows(self, mask: Tensor, next_position: Tensor) -> None:
+        """Note what prefill committed.
 
-    def start_rows(self, mask: Tensor) -> None:
-        """Note what prefill committed; ``mask`` [B, T] is nonzero for real tokens."""
+        Args:
+            mask: Nonzero for real tokens [B, T].
+            next_position: Position of the token behind them [B], or one a rotary axis [P, B] as vision models have it.
+        """
+        self._next_position = next_position
         self._committed = mask.bool()
         self.lengths = torch.full((mask.shape[0],), mask.shape[1], dtype=torch.int64, device=mask.device)
         self.columns_used = mask.shape[1]
@@ -265,9 +266,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         return mask[:, None]
 
     def node_positions(self, forward: TreeForward) -> Tensor:
-        """Return the position [B, N] of each new node: real tokens before it, which is not its column."""
+        """Return the position [..., B, N] of each new node, which is neither its index nor its column."""
         depth = depths(forward.parents)[:, forward.num_known :].clamp(min=0)
-        return self.positions[:, None] + depth
+        return self._next_position[..., None] + depth
 
     def commit(self, parents: Tensor, accepted_node: Tensor) -> None:
         """Advance every store of every row along the path to its accepted node; -1 leaves the row as it is."""
@@ -284,6 +285,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
         grown[rows, self.lengths[:, None] + index] = index < length[:, None]
         self.lengths = self.lengths + length
+        self._next_position = self._next_position + length
         self.columns_used = int(self.lengths.max())
         self._committed = grown[:, : self.columns_used]
 
@@ -294,6 +296,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             layer.reorder_cache(index)
         self._committed = self._committed[index]
         self.lengths = self.lengths[index]
+        self._next_position = self._next_position[..., index]
 
     def to_dynamic_cache(self) -> DynamicCache:
         """Return a plain Hugging Face cache with what is committed.

@@ -128,7 +128,7 @@ def _check_options(
         raise ValueError(f"backend {backend!r} is not available; choose one of {', '.join(BACKENDS)}")
     if commit not in COMMIT_POLICIES:
         raise ValueError(f"commit policy {commit!r} is not available; choose one of {', '.join(COMMIT_POLICIES)}")
-    if max_cache_len is not None and max_cache_len < 1:
+    if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
         raise ValueError(f"max_cache_len is {max_cache_len}; it must be positive, or None for no limit")
     if tree is not None:
         parents_of_shape(tree)
@@ -148,7 +148,8 @@ def _compile(target: Any, options: CompileOptions) -> Any:
 
         return returns_compiled
     raise TypeError(
-        f"treewy.compile takes a transformers model, a function that returns one, or a model class, not {target!r}"
+        "treewy.compile takes a transformers model, a function that returns one, or a model class, not "
+        f"{target!r:.60}; of a wrapped model compile the inner one"
     )
 
 

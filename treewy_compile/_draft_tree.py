@@ -121,7 +121,9 @@ def parents_from_widths(widths: Sequence[int]) -> list[int]:
     """Return the parents of a tree given by its widths, level by level."""
     if not isinstance(widths, Sequence):
         raise TypeError(f"widths {widths!r} must be a sequence with one integer a level; (1, 1, 1) is a chain of 3")
-    if len(widths) == 0 or any(not isinstance(width, Integral) or width < 1 for width in widths):
+    if len(widths) == 0 or any(
+        not isinstance(width, Integral) or isinstance(width, bool) or width < 1 for width in widths
+    ):
         raise ValueError(f"widths {tuple(widths)} must be positive integers, one a level; (1, 1, 1) is a chain of 3")
     parents: list[int] = []
     level_start, level_size = -1, 1  # the root

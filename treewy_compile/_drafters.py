@@ -69,8 +69,8 @@ class PromptLookupDrafter:
 
     def __init__(self, num_tokens: int, max_ngram_size: int = 2) -> None:
         for name, value in (("num_tokens", num_tokens), ("max_ngram_size", max_ngram_size)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1, an integer")
         self._num_tokens = num_tokens
         self._max_ngram_size = max_ngram_size
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from treewy._arguments import prepare_for_drafting, refuse_unsupported, take_drafter
+from treewy._assistant import AssistantDrafter
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter
 from treewy._greedy import GreedyDecoding
@@ -66,7 +67,8 @@ class CompiledGenerate:
     def __signature__(self) -> inspect.Signature:
         """Hugging Face's arguments and ours."""
         ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _OUR_ARGUMENTS]
-        theirs = inspect.signature(self.original)
+        theirs = inspect.signature(type(self._model).generate)
+        theirs = theirs.replace(parameters=[p for p in theirs.parameters.values() if p.name != "self"])
         *named, rest = theirs.parameters.values()
         return theirs.replace(parameters=[*named, *ours, rest])
 
@@ -86,11 +88,14 @@ class CompiledGenerate:
         Raises:
             ValueError: If an argument cannot be combined with a drafter.
         """
-        arguments = inspect.signature(self.original).bind(*args, **kwargs).arguments
+        ours = {name: kwargs.pop(name) for name in _OUR_ARGUMENTS if name in kwargs}
+        arguments = inspect.signature(type(self._model).generate).bind(self._model, *args, **kwargs).arguments
+        del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
+        arguments.update(ours)
         drafter = take_drafter(self._model, arguments, self.options.tree)
         if drafter is None:
-            return self.original(**arguments)
+            return self.original(*args, **kwargs)
         prepare_for_drafting(self._model, arguments)
         streamer = arguments.get("streamer")
 
@@ -115,7 +120,7 @@ class CompiledGenerate:
         """Decode as ``GenerationMixin._assisted_decoding`` would, with the arguments that it would get."""
         options, model = self.options, self._model
         batch, prompt_length = input_ids.shape
-        refuse_unsupported(generation_config, streamer, batch)
+        refuse_unsupported(generation_config, model_kwargs, streamer, batch)
         if options.max_cache_len is not None and generation_config.max_length > options.max_cache_len:
             raise ValueError(
                 f"max_length is {generation_config.max_length} but max_cache_len is {options.max_cache_len}; "
@@ -128,19 +133,23 @@ class CompiledGenerate:
 
         model_kwargs[session.cache_keyword] = session.cache
         output = model._prefill(input_ids, generation_config, model_kwargs)
-        session.start(mask.to(model.device))
+        # plain generation goes on from the last position, whatever the mask, and on every axis of a vision model
+        next_position = model_kwargs["position_ids"][..., -1].to(model.device) + 1
+        session.cache.start_rows(mask.to(model.device), next_position.expand(*next_position.shape[:-1], batch))
 
         def emit(row: int, token: int) -> None:
             if streamer is not None:
                 streamer.put(torch.tensor([token]))
 
         drafter.reset()
+        if isinstance(drafter, AssistantDrafter):
+            drafter.max_length = generation_config.max_length
         rounds = Rounds(
             session,
             drafter,
             decoding,
-            input_ids.to(model.device, torch.int64),
-            mask.to(model.device),
+            input_ids.long(),
+            mask,
             model.config.get_text_config(decoder=True).vocab_size,
             emit,
         )

@@ -89,6 +89,13 @@ class GreedyDecoding:
                         "rows: how a row goes on behind it depends on the other rows; generate row by row"
                     )
 
+    def room(self, texts: list[Tensor]) -> Tensor:
+        """Return how many tokens each row may still emit [B].
+
+        At least one, like plain generation, which looks at the length after it has emitted.
+        """
+        return torch.tensor([max(1, self._max_length - len(text)) for text in texts])
+
     def emit(self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]) -> Emission:
         """Follow the target's choices through the tree.
 
@@ -107,8 +114,7 @@ class GreedyDecoding:
         on_path = token_ids.gather(1, path.clamp(min=0))
         emitted = on_path.roll(-1, dims=1).scatter(1, (length - 1).clamp(min=0)[:, None], bonus)
 
-        room = self._max_length - torch.tensor([len(text) for text in texts], device=length.device)
-        room = room.clamp(min=1)  # like plain generation, which looks at the length after it has emitted
+        room = self.room(texts).to(length.device)
         count = torch.minimum(length, room)
         ended = count == room
         for eos in self._eos:
@@ -122,12 +128,12 @@ class GreedyDecoding:
         return Emission(emitted[:, :longest], count, accepted, ended, torch.where(count > 0, last, -1))
 
     def _walk(self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor]) -> Emission:
-        rows = zip(range(len(texts)), logits, token_ids, parents, texts, strict=True)
+        device, host = token_ids.device, texts[0].device  # processors live where the prompt was given
+        rows = zip(range(len(texts)), logits.to(host), token_ids.to(host), parents.to(host), texts, strict=True)
         walked = [self._walk_row(*row) for row in rows]
         tokens, accepted, ended, nodes = zip(*walked, strict=True)
-        device = token_ids.device
         return Emission(
-            torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True),
+            torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True).to(device),
             torch.tensor([len(row) for row in tokens], device=device),
             torch.tensor(accepted, device=device),
             torch.tensor(ended, device=device),
@@ -140,18 +146,21 @@ class GreedyDecoding:
         """Return the emitted tokens, how many of them were drafted, whether the row ends, and the node to commit."""
         if int(parents[0]) == PADDING:
             return text[:0], 0, False, -1
-        start, node = len(text), 0
+        start = len(text)
+        reached = torch.zeros_like(parents[:1])  # nodes with this text: several where siblings have the same token
         while True:
-            token = self._process(row, text, logits[node]).argmax(dim=-1, keepdim=True)
+            token = self._process(row, text, logits[reached[0]]).argmax(dim=-1, keepdim=True)
             text = torch.cat([text, token])
             ended = bool(self._criteria(text[None], None).all())
-            child = ((parents == node) & (token_ids == token)).nonzero()
-            if ended or len(child) == 0:
-                return text[start:], len(text) - start - (len(child) == 0), ended, node
-            node = int(child[0])
+            children = (torch.isin(parents, reached) & (token_ids == token)).nonzero()[:, 0]
+            if ended or len(children) == 0:
+                return text[start:], len(text) - start - (len(children) == 0), ended, int(reached[0])
+            reached = children
 
     def _process(self, row: int, text: Tensor, logits: Tensor) -> Tensor:
-        """Return the scores [V] of one row; processors may know the rows by their place, so all places get this one."""
-        texts = text.expand(self._batch, -1)
-        scores: Tensor = self._processors(texts, logits.to(torch.float32).repeat(self._batch, 1))
-        return scores[row]
+        """Return the scores [V] of one row."""
+        places = 1
+        if any(isinstance(p, logits_process.RepetitionPenaltyLogitsProcessor) for p in self._processors):
+            places = self._batch  # it may know the rows' pads by their place, so every place gets this row
+        scores: Tensor = self._processors(text.expand(places, -1), logits.to(torch.float32).repeat(places, 1))
+        return scores[row % places]

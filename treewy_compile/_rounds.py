@@ -10,7 +10,7 @@ from treewy._drafters import Drafter
 from treewy._greedy import Emission, GreedyDecoding
 from treewy._session import Session, pad_parents
 from treewy._stats import StatsCounter
-from treewy.ops import depths
+from treewy.ops import PADDING, depths
 
 
 class Rounds:
@@ -39,16 +39,17 @@ class Rounds:
         self.session = session
         self.stats = StatsCounter()
         self.texts = list(prompt)  # with pads, as plain generation shows them to processors and criteria
-        self.ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+        self.ended = torch.zeros(len(prompt), dtype=torch.bool, device=session.model.device)
         self._drafter = drafter
         self._decoding = decoding
-        self._real = [row[mask.bool()] for row, mask in zip(prompt, prompt_mask, strict=True)]
+        rows = zip(prompt.to(self.ended.device), prompt_mask.to(self.ended.device), strict=True)
+        self._real = [row[mask.bool()] for row, mask in rows]
         self._vocab_size = vocab_size
         self._emit = emit
 
     def start(self, logits: Tensor) -> None:
         """Emit the token that prefill's last logits [B, V] choose."""
-        last = torch.stack([text[-1:] for text in self.texts])
+        last = torch.stack([text[-1:] for text in self.texts]).to(logits.device)
         emission = self._decoding.emit(logits[:, None], last, torch.full_like(last, -1), self.texts)
         self.stats.add_first_tokens(int(emission.num_tokens.sum()))
         self._append(emission)
@@ -103,16 +104,21 @@ class Rounds:
                 f"draft token id {int(draft.token_ids[row, node])} (row {row}, node {node}) is outside the target's "
                 f"vocabulary of {self._vocab_size}; the drafter must use the target's tokenizer"
             )
-        root = torch.stack([text[-1] for text in self.texts])[:, None]
+        root = torch.stack([text[-1:] for text in self.texts]).to(device)
         token_ids = torch.cat([root, torch.where(real, draft.token_ids, 0)], dim=1)
         parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], dim=1)
-        return token_ids, pad_parents(parents, torch.where(self.ended, 0, draft.num_nodes + 1))
+        parents = pad_parents(parents, torch.where(self.ended, 0, draft.num_nodes + 1))
+        # no node so deep that the text would be full before it is emitted
+        room = self._decoding.room(self.texts).to(device)
+        parents = torch.where(depths(parents) < room[:, None], parents, PADDING)
+        size = 1 + int((parents != PADDING).any(dim=0).nonzero().max())
+        return token_ids[:, :size], parents[:, :size]
 
     def _append(self, emission: Emission) -> None:
         self.ended = self.ended | emission.ended
         for row, count in enumerate(emission.num_tokens.tolist()):
             new = emission.token_ids[row, :count]
-            self.texts[row] = torch.cat([self.texts[row], new])
+            self.texts[row] = torch.cat([self.texts[row], new.to(self.texts[row].device)])
             self._real[row] = torch.cat([self._real[row], new])
             for token in new.tolist():
                 self._emit(row, token)

@@ -18,7 +18,7 @@ _MASKED_ATTENTION = ("eager", "sdpa")  # implementations that take a mask [B, 1,
 class Session:
     """Run tree forwards of one model over one batch.
 
-    The life of a session: ``cache`` goes through a prefill of the model's own, ``start`` notes which tokens were real,
+    The life of a session: ``cache`` goes through a prefill and is told which tokens were real (``cache.start_rows``),
     then ``extend`` adds nodes (as often as a tree grows by a level) and ``commit`` keeps the path to one of them.
 
     Args:
@@ -33,15 +33,11 @@ class Session:
     def __init__(
         self, model: PreTrainedModel, make_nodes: Callable[[], Nodes] = WyNodes, max_cache_len: int | None = None
     ) -> None:
-        attention = model.config._attn_implementation
-        if attention not in _MASKED_ATTENTION:
-            raise ValueError(
-                f"attention implementation {attention!r} cannot take a tree's mask; "
-                f"call model.set_attn_implementation('sdpa') (supported: {', '.join(_MASKED_ATTENTION)})"
-            )
+        _refuse_unsupported(model)
         self.model = model
         self._gdn_layers = find_gdn_layers(model)
-        self.cache = TreeCache(model.config.get_text_config(decoder=True), self._gdn_layers, make_nodes)
+        self._text_config = model.config.get_text_config(decoder=True)
+        self.cache = TreeCache(self._text_config, self._gdn_layers, make_nodes)
         self._max_cache_len = max_cache_len
         self.parents: Tensor | None = None  # of the nodes on trial, [B, M]
 
@@ -52,20 +48,18 @@ class Session:
 
     def prefill(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """Run a left-padded prompt [B, T] with its mask through the model; return the last token's logits [B, V]."""
+        position = mask.long().cumsum(dim=1) - 1
         logits: Tensor = self.model(
             input_ids=input_ids,
             attention_mask=mask,
-            position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
+            position_ids=position.clamp(min=0),
             use_cache=True,
+            return_dict=True,
             logits_to_keep=1,
             **{self.cache_keyword: self.cache},
         ).logits
-        self.start(mask)
+        self.cache.start_rows(mask, position[:, -1] + 1)
         return logits[:, -1]
-
-    def start(self, mask: Tensor) -> None:
-        """Note which of the prefilled tokens [B, T] were real."""
-        self.cache.start_rows(mask)
 
     @property
     def num_nodes(self) -> int:
@@ -96,7 +90,7 @@ class Session:
         forward = self.cache.begin(both, token_ids.shape[1])
         try:
             mask = self.cache.attention_mask(forward)
-            if self.model.config._attn_implementation == "eager":
+            if self._text_config._attn_implementation == "eager":
                 mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill(
                     ~mask, torch.finfo(self.model.dtype).min
                 )
@@ -107,6 +101,7 @@ class Session:
                     attention_mask=mask,
                     position_ids=self.cache.node_positions(forward),
                     use_cache=True,
+                    return_dict=True,
                     **{self.cache_keyword: self.cache},
                     **redirected,
                 ).logits
@@ -120,6 +115,31 @@ class Session:
         assert self.parents is not None
         self.cache.commit(self.parents, accepted_node)
         self.parents = None
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation not in _MASKED_ATTENTION:
+        raise ValueError(
+            f"attention implementation {config._attn_implementation!r} cannot take a tree's mask; "
+            f"call model.set_attn_implementation('sdpa') (supported: {', '.join(_MASKED_ATTENTION)})"
+        )
+    if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} is not a decoder that takes position_ids, which the nodes of a tree need; use "
+            "another model"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {kind for part in (rope, *rope.values()) if isinstance(part, dict) for kind in [part.get("rope_type")]}
+    if scaled := kinds & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"rope_type {scaled.pop()!r} rotates by the longest position in a forward, so a draft would change what is "
+            "verified; generate without a drafter"
+        )
+    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
+        raise ValueError(f"the model lies on several devices {sorted(devices)}; put it on one")
+    if model.training and model.is_gradient_checkpointing:
+        raise ValueError("gradient checkpointing in training mode keeps no cache; call model.eval()")
 
 
 def pad_parents(parents: Tensor, num_nodes: Tensor) -> Tensor:
