@@ -36,3 +36,15 @@ def test_prompt_lookup_on_a_gpu_equals_plain_generate(family: str) -> None:
     plain = model.generate(prompt, max_new_tokens=40, do_sample=False)
     treewy.compile(model, commit="snapshots")
     assert torch.equal(model.generate(prompt, max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=5), plain)
+
+
+def test_a_prompt_on_the_cpu_may_be_given_to_a_model_on_a_gpu() -> None:
+    """Processors hold tensors where the prompt is, the engine works where the model is."""
+    model = fresh_model("qwen3_5").cuda()
+    prompt = torch.randint(2, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(3))
+    options = {"max_new_tokens": 20, "min_new_tokens": 5, "repetition_penalty": 1.2, "do_sample": False}
+    options |= {"eos_token_id": 7, "pad_token_id": 0}
+    plain = model.generate(prompt, **options)
+    treewy.compile(model)
+    text = model.generate(prompt, **options, prompt_lookup_num_tokens=4)
+    assert torch.equal(text.cpu(), plain.cpu())
