@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import Progress
 from rich.syntax import Syntax
 from rich.table import Table
@@ -80,17 +82,14 @@ def complete(
 
 def report(console: Console, results: dict[str, Result], equal: bool) -> None:
     """Print the table and the verdict."""
-    table = Table(title=f"{NUM_SNIPPETS} held-out snippets, {NEW_TOKENS} new tokens each, fp32")
-    for column in (
-        "",
-        "target forwards",
-        "tokens a forward",
-        "mean accepted",
-        "seconds",
-        "bytes kept",
-        "snapshots keep",
-    ):
-        table.add_column(column, justify="right")
+    table = Table(
+        title=f"{NUM_SNIPPETS} held-out snippets, {NEW_TOKENS} new tokens each, fp32",
+        box=SIMPLE,
+        padding=0,
+        collapse_padding=True,
+    )
+    for column in ("", "forwards", "tokens", "accepted", "seconds", "kept", "snapshots"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, result in results.items():
         tree = TREES[name]
         table.add_row(
@@ -99,10 +98,15 @@ def report(console: Console, results: dict[str, Result], equal: bool) -> None:
             f"{result.tokens_per_forward:.2f}",
             f"{result.mean_accepted:.2f}",
             f"{result.seconds:.1f}",
-            f"{result.state_bytes:,}",
-            f"{result.snapshot_bytes:,}",
+            decimal(result.state_bytes),
+            decimal(result.snapshot_bytes),
         )
     console.print(table)
+    console.print(
+        "forwards of the target · tokens a forward · accepted: mean accepted length, the target's own token included\n"
+        "kept for one verification, over all GDN layers · snapshots: what a state and a window a node would take\n",
+        soft_wrap=True,
+    )
     console.print("[green]tokens equal plain generation[/]" if equal else "[red]tokens DIFFER from plain generation[/]")
 
 
@@ -138,8 +142,13 @@ def main() -> int:
         print(json.dumps({"tokens_equal": equal} | {name: asdict(result) for name, result in results.items()}))
     else:
         console = Console()
-        shown = tokenizer.decode(prompts[0]["input_ids"][0][-48:]) + tokenizer.decode(completions["tree"][0])
-        console.print(Syntax(shown, "python", background_color="default"))
+        for title, tokens in (
+            ("the end of snippet 1", prompts[0]["input_ids"][0][-48:]),
+            ("its completion", completions["tree"][0]),
+        ):
+            console.rule(title)
+            console.print(Syntax(tokenizer.decode(tokens).strip("\n"), "python", background_color="default"))
+        console.print()
         report(console, results, equal)
     return 0 if equal else 1
 

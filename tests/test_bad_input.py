@@ -368,7 +368,7 @@ DRAFTERS = [
     Case(
         "an object that is no drafter",
         lambda model: generate(model, drafter="auto"),
-        r"drafter='auto' is not an object with the methods of treewy\.Drafter \(propose, update, reset, reorder\); see",
+        r"drafter='auto' is not an object with the methods of treewy\.Drafter \(propose, .*; it lacks.*see",
     ),
     Case(
         "a drafter that lacks a method",
@@ -669,6 +669,12 @@ def replace_forward(model: PreTrainedModel) -> None:
     layer.forward = lambda *args, **kwargs: original(*args, **kwargs)
 
 
+def dynamic_rope() -> None:
+    model = fresh_model(FAMILY)
+    model.config.rope_parameters["rope_type"] = "dynamic"
+    treewy.compile(model)
+
+
 COMPILES: list[tuple[str, Callable[[], Any], str, type[Exception]]] = [
     (
         "an unknown backend",
@@ -683,6 +689,8 @@ COMPILES: list[tuple[str, Callable[[], Any], str, type[Exception]]] = [
         ValueError,
     ),
     ("no cache", compile_with(max_cache_len=0), "max_cache_len is 0; it must be positive, or None", ValueError),
+    ("too many nodes", compile_with(tree=(50,) * 3), "make 127550 nodes, more than 1024; draft a smaller", ValueError),
+    ("a dynamic rope", dynamic_rope, "rope_type 'dynamic' rotates by.*generate without a drafter", ValueError),
     ("a width of 0", compile_with(tree=(3, 0)), r"widths \(3, 0\) must be positive integers", ValueError),
     ("a number for widths", compile_with(tree=3), "widths 3 must be a sequence", TypeError),
     (

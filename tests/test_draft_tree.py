@@ -36,6 +36,11 @@ def level_sizes(widths: Sequence[int]) -> list[int]:
     return [prod(widths[: depth + 1]) for depth in range(len(widths))]
 
 
+def test_counts_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"num_nodes 1 must be a tensor.*torch\.tensor"):
+        DraftTree(torch.tensor([[5]]), torch.tensor([-1]), num_nodes=1)  # type: ignore[arg-type]
+
+
 # From widths.
 
 

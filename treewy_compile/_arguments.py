@@ -90,9 +90,11 @@ def take_drafter(
     if lookup is not None:
         return PromptLookupDrafter(lookup) if ngram is None else PromptLookupDrafter(lookup, ngram)
     if drafter is not None and (not isinstance(drafter, Drafter) or isinstance(drafter, type)):
+        missing = [name for name in ("propose", "update", "reset", "reorder") if not hasattr(drafter, name)]
         raise ValueError(
-            f"drafter={drafter!r} is not an object with the methods of treewy.Drafter (propose, update, reset, "
-            "reorder); see treewy.PromptLookupDrafter for a small one"
+            f"drafter={drafter!r:.60} is not an object with the methods of treewy.Drafter (propose, update, reset, "
+            f"reorder){f'; it lacks {missing}' if missing else ''}; derive from treewy.Drafter, or see "
+            "treewy.PromptLookupDrafter for a small one"
         )
     return drafter
 

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+MAX_NODES = 1024  # of a tree given by widths: the cost of a verification grows with the square
+
 Sampling = Literal["top", "with_replacement", "without_replacement"]
 
 
@@ -23,7 +25,8 @@ class DraftTree:
         token_ids: Tokens [B, N], int64.
         parents: Parent index of each node, [N] for one topology or [B, N] for one a row, int64.
         num_nodes: Real nodes a row [B], int64, each at most N; the rest is padding. None means N everywhere.
-        draft_probs: Distributions that the tokens were drawn from, one a parent; for sampled drafts.
+        draft_probs: Distributions that the tokens were drawn from, one a parent; for sampled drafts, which greedy
+            decoding does not look at.
         sampling: How the siblings were chosen: the most probable ones ("top"), or drawn with or without replacement.
 
     Raises:
@@ -66,6 +69,8 @@ class DraftTree:
             )
         if num_nodes is None:
             num_nodes = torch.full((batch,), size, dtype=torch.int64, device=token_ids.device)
+        if not isinstance(num_nodes, Tensor):
+            raise TypeError(f"num_nodes {num_nodes!r} must be a tensor, one count a row; wrap it in torch.tensor")
         if num_nodes.shape != (batch,):
             raise ValueError(f"num_nodes {list(num_nodes.shape)} must be [{batch}], one count a row of token_ids")
         for name, tensor in (("token_ids", token_ids), ("parents", parents), ("num_nodes", num_nodes)):
@@ -125,6 +130,9 @@ def parents_from_widths(widths: Sequence[int]) -> list[int]:
         not isinstance(width, Integral) or isinstance(width, bool) or width < 1 for width in widths
     ):
         raise ValueError(f"widths {tuple(widths)} must be positive integers, one a level; (1, 1, 1) is a chain of 3")
+    size = sum(prod(widths[: depth + 1]) for depth in range(len(widths)))
+    if size > MAX_NODES:
+        raise ValueError(f"widths {tuple(widths)} make {size} nodes, more than {MAX_NODES}; draft a smaller tree")
     parents: list[int] = []
     level_start, level_size = -1, 1  # the root
     for depth, width in enumerate(widths):

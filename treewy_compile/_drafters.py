@@ -10,7 +10,9 @@ from treewy._draft_tree import DraftTree
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Propose tokens for the target to verify.
+    """Propose tokens for the target to verify: ``generate(..., drafter=MyDrafter())``.
+
+    A class that derives from this one need only write ``propose``.
 
     ``generate`` calls ``reset`` once, then ``propose`` and ``update`` in turn, once a round. A drafter must propose for
     every row, also for rows that have ended; a row that has nothing to propose gets ``num_nodes`` 0.
