@@ -4,6 +4,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from refusals import compiled, model
+
+__all__ = ["compiled", "model"]  # fixtures
+
 torch.set_num_threads(1)
 
 # No deadline: the machines that run this are shared, and no test measures time. No random seed: a failure repeats.

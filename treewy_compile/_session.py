@@ -138,7 +138,7 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         )
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
         raise ValueError(f"the model lies on several devices {sorted(devices)}; put it on one")
-    if model.training and model.is_gradient_checkpointing:
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError("gradient checkpointing in training mode keeps no cache; call model.eval()")
 
 

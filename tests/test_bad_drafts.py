@@ -1,0 +1,354 @@
+"""Bad proposals, drafters and trees: each is refused by name with a remedy, and leaves everything as it was."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+
+from api_models import (
+    PROMPT,
+    FixedDrafter,
+    StreamRecorder,
+    noisy_draft,
+)
+from models import VOCAB_SIZE, fresh_model, plain_model
+from refusals import (
+    FAMILY,
+    TWO_ROWS,
+    Call,
+    Case,
+    OwnError,
+    generate,
+    ids,
+    parameters,
+    right,
+    shape,
+    text,
+)
+from treewy import AssistantDrafter, DraftTree, PromptLookupDrafter
+
+# What drafters propose.
+
+
+class Proposing(FixedDrafter):
+    """Propose what a function makes in the third round."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(None, after=2)
+        self._make = make
+
+    def propose(self, input_ids: Tensor, lengths: Tensor) -> Any:
+        return self._make() if self.rounds_before == 0 else super().propose(input_ids, lengths)
+
+
+def proposing(name: str, make: Callable[[], Any], message: str, error: type[Exception] = ValueError) -> Case:
+    return Case(name, lambda model: generate(model, drafter=Proposing(make)), message, error)
+
+
+PROPOSALS = [
+    proposing(
+        "a parent behind its child",
+        lambda: DraftTree(ids([3, 4, 5]), torch.tensor([-1, 2, 0])),
+        r"parent of node 1 in row 0 is 2; .*list every node after its parent",
+    ),
+    proposing(
+        "a node that is its own parent",
+        lambda: DraftTree(ids([3, 4]), torch.tensor([-1, 1])),
+        r"parent of node 1 in row 0 is 1; .*list every node after its parent",
+    ),
+    proposing(
+        "a parent out of range",
+        lambda: DraftTree(ids([3, 4]), torch.tensor([-1, 7])),
+        r"parent of node 1 in row 0 is 7; parents must be -1 or the index of an earlier node",
+    ),
+    proposing(
+        "a parent below -1",
+        lambda: DraftTree(ids([3, 4]), torch.tensor([-2, 0])),
+        r"parent of node 0 in row 0 is -2; parents must be -1 or the index of an earlier node",
+    ),
+    proposing(
+        "a negative token",
+        lambda: DraftTree(ids([3, -1]), torch.tensor([-1, 0])),
+        r"token id -1 \(row 0, node 1\) is outside the target's vocabulary of 61; .*use the target's tokenizer",
+    ),
+    proposing(
+        "a token just too large",
+        lambda: DraftTree(ids([VOCAB_SIZE]), torch.tensor([-1])),
+        r"token id 61 \(row 0, node 0\) is outside the target's vocabulary of 61; .*use the target's tokenizer",
+    ),
+    proposing(
+        "a token much too large",
+        lambda: DraftTree(ids([3, 2**40]), torch.tensor([-1, -1])),
+        r"token id 1099511627776 \(row 0, node 1\) is outside the target's vocabulary of 61; .*tokenizer",
+    ),
+    proposing(
+        "too many rows",
+        lambda: DraftTree(ids([3], [3]), torch.tensor([-1])),
+        r"proposed for 2 rows but the batch has 1; .*one tree a row, with num_nodes 0 for rows without",
+    ),
+    proposing(
+        "no rows",
+        lambda: DraftTree(torch.zeros(0, 2).long(), torch.tensor([-1, 0])),
+        r"proposed for 0 rows but the batch has 1; .*one tree a row",
+    ),
+    proposing(
+        "a tree on another device",
+        lambda: DraftTree(ids([3]).to("meta"), torch.tensor([-1], device="meta")),
+        r"draft tree is on meta but the batch is on cpu; move its tensors with \.to\('cpu'\)",
+    ),
+    proposing("nothing", lambda: None, r"proposed a NoneType; propose\(\) must return a treewy\.DraftTree"),
+    proposing("tokens only", lambda: ids([3, 4]), r"proposed a Tensor; propose\(\) must return a treewy\.DraftTree"),
+    proposing(
+        "a pair", lambda: (ids([3]), ids([-1])), r"proposed a tuple; propose\(\) must return a treewy\.DraftTree"
+    ),
+    proposing(
+        "a tree of lists",
+        lambda: DraftTree([[3]], [-1]),  # type: ignore[arg-type]
+        r"token_ids and parents must be tensors; wrap them in torch\.tensor",
+        TypeError,
+    ),
+    Case(
+        "too few rows",
+        lambda model: generate(model, TWO_ROWS, drafter=FixedDrafter(DraftTree(ids([3]), torch.tensor([-1])), after=1)),
+        r"proposed for 1 rows but the batch has 2; .*one tree a row",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", parameters(PROPOSALS))
+def test_a_bad_proposal_is_refused(model: PreTrainedModel, case: Case) -> None:
+    with pytest.raises(case.error, match=case.message):
+        case.call(model)
+
+
+def test_tokens_and_parents_of_padding_nodes_are_not_looked_at(model: PreTrainedModel) -> None:
+    tree = DraftTree(ids([3, -1, 2**40]), torch.tensor([-1, 7, -9]), num_nodes=torch.tensor([1]))
+    assert torch.equal(generate(model, drafter=FixedDrafter(tree)), text())
+
+
+@pytest.mark.parametrize(
+    "error", [OwnError("no idea"), KeyboardInterrupt(), StopIteration(), ValueError("mine")], ids=repr
+)
+@pytest.mark.parametrize("where", ["propose", "propose later", "update", "reset"])
+def test_an_error_of_the_drafter_is_the_one_that_the_caller_gets(
+    model: PreTrainedModel, error: BaseException, where: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    drafter = FixedDrafter(error, after=2 if where == "propose later" else 0)
+    if where in ("update", "reset"):
+        drafter = FixedDrafter(DraftTree(ids([3, 4]), torch.tensor([-1, 0])))
+        setattr(drafter, where, fail)
+    with pytest.raises(type(error)) as caught:
+        generate(model, drafter=drafter)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("who", ["processor", "criterion", "streamer"])
+def test_an_error_of_another_object_of_the_user_is_the_one_that_the_caller_gets(
+    model: PreTrainedModel, who: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OwnError
+
+    streamer = StreamRecorder()
+    streamer.put = lambda value: fail() if len(streamer.calls) > 3 else streamer.calls.append(value)  # type: ignore
+    options = {
+        "processor": {"logits_processor": LogitsProcessorList([fail])},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([fail])},
+        "streamer": {"streamer": streamer},
+    }[who]
+    with pytest.raises(OwnError):
+        generate(model, **right(), **options)
+
+
+def test_a_drafter_that_failed_may_be_used_again(model: PreTrainedModel) -> None:
+    draft = copy.deepcopy(noisy_draft(FAMILY))
+    drafter = AssistantDrafter(draft, (2, 1))
+
+    def fail(*_: Any) -> None:
+        raise OwnError
+
+    handle = draft.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(OwnError):
+        generate(model, drafter=drafter)
+    handle.remove()
+    assert torch.equal(generate(model, drafter=drafter), text())
+
+
+# Who drafts, and which tree.
+
+
+class NoUpdate:
+    def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree: ...
+
+    def reset(self) -> None: ...
+
+    def reorder(self, index: Tensor) -> None: ...
+
+
+def assistant(**options: Any) -> Call:
+    return lambda model: generate(model, **({"assistant_model": noisy_draft(FAMILY)} | options))
+
+
+def drafting_model(vocab_size: int) -> PreTrainedModel:
+    config = copy.deepcopy(plain_model("qwen3").config)
+    config.vocab_size = vocab_size
+    return type(plain_model("qwen3"))(config).eval()
+
+
+def sliding_mistral() -> PreTrainedModel:
+    config = MistralConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+def flash_draft() -> PreTrainedModel:
+    model = fresh_model("qwen3")
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+DRAFTERS = [
+    Case("a width of 0", assistant(draft_tree=(2, 0)), r"widths \(2, 0\) must be positive integers.*chain of 3"),
+    Case("a negative width", assistant(draft_tree=(-1,)), r"widths \(-1,\) must be positive integers"),
+    Case("no widths", assistant(draft_tree=()), r"widths \(\) must be positive integers"),
+    Case("a fractional width", assistant(draft_tree=(2, 1.5)), r"widths \(2, 1\.5\) must be positive integers"),
+    Case("a number for widths", assistant(draft_tree=5), "widths 5 must be a sequence with one integer", TypeError),
+    Case(
+        "a width larger than the vocabulary",
+        assistant(draft_tree=(2, VOCAB_SIZE + 1)),
+        "62 children, but the draft model has only 61 tokens to offer",
+    ),
+    Case(
+        "a shape that differs from row to row",
+        assistant(draft_tree=shape([[-1, 0], [-1, -1]])),
+        "same full topology in every row",
+    ),
+    Case(
+        "a shape with padding",
+        assistant(draft_tree=shape([[-1, 0]], num_nodes=torch.tensor([1]))),
+        "same full topology in every row",
+    ),
+    Case(
+        "a shape on another device",
+        assistant(draft_tree=shape([[-1, 0]], device="meta")),
+        "meta",
+    ),
+    Case(
+        "a tree and nobody to draft it",
+        lambda model: generate(model, draft_tree=(2, 2)),
+        r"draft_tree=\(2, 2\) needs somebody to draft it; pass assistant_model",
+    ),
+    Case(
+        "a tree for prompt lookup",
+        lambda model: generate(model, draft_tree=(2, 2), prompt_lookup_num_tokens=3),
+        r"draft_tree=\(2, 2\) shapes the drafts of an assistant_model, not of prompt_lookup_num_tokens",
+    ),
+    Case(
+        "a tree for a drafter",
+        lambda model: generate(model, draft_tree=(2, 2), **right()),
+        r"draft_tree=\(2, 2\) shapes the drafts of an assistant_model, not of drafter",
+    ),
+    Case("an assistant and a drafter", assistant(**right()), "assistant_model and drafter both.*pass one of them"),
+    Case(
+        "an assistant and prompt lookup",
+        assistant(prompt_lookup_num_tokens=2),
+        "assistant_model and prompt_lookup_num_tokens both.*pass one of them",
+    ),
+    Case(
+        "a drafter and prompt lookup of a configuration object",
+        lambda model: model.generate(PROMPT, GenerationConfig(prompt_lookup_num_tokens=2), **right()),
+        "drafter and prompt_lookup_num_tokens both.*pass one of them",
+    ),
+    Case(
+        "an object that is no drafter",
+        lambda model: generate(model, drafter="auto"),
+        r"drafter='auto' is not an object with the methods of treewy\.Drafter \(propose, .*; it lacks.*see",
+    ),
+    Case(
+        "a drafter that lacks a method",
+        lambda model: generate(model, drafter=NoUpdate()),
+        r"drafter=<.*NoUpdate object.* is not an object with the methods of treewy\.Drafter \(propose, update",
+    ),
+    Case(
+        "a class for a drafter",
+        lambda model: generate(model, drafter=PromptLookupDrafter),
+        r"drafter=<class '.*PromptLookupDrafter'> is not an object with the methods of treewy\.Drafter",
+    ),
+    Case(
+        "a name for an assistant",
+        assistant(assistant_model="gpt2"),
+        "gpt2",
+        TypeError,
+    ),
+    Case(
+        "a drafter for an assistant",
+        assistant(assistant_model=PromptLookupDrafter(2)),
+        "PromptLookupDrafter",
+        TypeError,
+    ),
+    Case(
+        "an assistant with a larger vocabulary",
+        assistant(assistant_model=drafting_model(64)),
+        "assistant_model has a vocabulary of 64, the model one of 61; pass an assistant that shares the.*tokenizer",
+    ),
+    Case(
+        "an assistant with a smaller vocabulary",
+        assistant(assistant_model=drafting_model(50), draft_tree=(2,)),
+        "assistant_model has a vocabulary of 50, the model one of 61; pass an assistant that shares the.*tokenizer",
+    ),
+    Case(
+        "an assistant with a sliding window",
+        assistant(assistant_model=sliding_mistral()),
+        "layer 0 caches a DynamicSlidingWindowLayer.*supports Gated DeltaNet and full attention.*without a drafter",
+    ),
+    Case(
+        "an assistant with flash attention",
+        assistant(assistant_model=flash_draft(), draft_tree=(2,)),
+        r"'flash_attention_2' cannot take a tree's mask; call model\.set_attn_implementation\('sdpa'\)",
+    ),
+    Case(
+        "no tokens to look up", lambda model: generate(model, prompt_lookup_num_tokens=0), "num_tokens is 0; .*least 1"
+    ),
+    Case(
+        "fewer than no tokens to look up",
+        lambda model: generate(model, prompt_lookup_num_tokens=-2),
+        "num_tokens is -2; it must be at least 1",
+    ),
+    Case(
+        "an empty suffix to look up",
+        lambda model: generate(model, prompt_lookup_num_tokens=2, max_matching_ngram_size=0),
+        "max_.*ngram_size is 0; it must be at least 1",
+    ),
+    Case(
+        "a negative suffix to look up",
+        lambda model: generate(model, prompt_lookup_num_tokens=2, max_matching_ngram_size=-1),
+        "max_ngram_size is -1; it must be at least 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", parameters(DRAFTERS))
+def test_a_bad_drafter_or_tree_is_refused(model: PreTrainedModel, case: Case) -> None:
+    with pytest.raises(case.error, match=case.message):
+        case.call(model)
