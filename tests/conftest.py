@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from contract import drafting, family
 from refusals import compiled, model
 
-__all__ = ["compiled", "model"]  # fixtures
+__all__ = ["compiled", "drafting", "family", "model"]  # fixtures
 
 torch.set_num_threads(1)
 

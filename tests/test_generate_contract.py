@@ -1,17 +1,16 @@
-"""`generate` with a drafter keeps every promise of Hugging Face's: arguments, calls to the user's objects, outputs."""
+"""What generate returns, streams and takes with a drafter is what it returns, streams and takes without one."""
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import treewy
@@ -20,64 +19,15 @@ from api_models import (
     BATCH_MASK,
     MIXED,
     PROMPT,
-    CriterionRecorder,
-    ProcessorRecorder,
     StreamRecorder,
     cache_keyword,
     knowing,
     noisy_draft,
     plain_text,
-    tiny_tokenizer,
 )
-from models import FAMILIES, PREDICTABLE, VOCAB_SIZE, fresh_model, left_padded, plain_model, random_tokens
+from contract import DRAFTING, NEW, THREE, Drafting, compiled, longer_text, speculate, stats_of
+from models import VOCAB_SIZE, fresh_model, plain_model, random_tokens
 from scripted import NOTHING, Proposal, ScriptedDrafter, chain, perfect
-
-NEW = 16
-
-THREE, THREE_MASK = left_padded((7, 4, 9), seed=8, width=10)
-
-# One drafter of each kind; the first knows the text, and is right and wrong where its script says.
-Drafting = Callable[[Tensor, Tensor], dict[str, Any]]
-DRAFTING: dict[str, Drafting] = {
-    "scripted": lambda text, prompt: {"drafter": knowing(text, prompt)},
-    "assistant": lambda text, prompt: {"assistant_model": noisy_draft("qwen3_next"), "draft_tree": (2, 2, 1)},
-    "prompt lookup": lambda text, prompt: {"prompt_lookup_num_tokens": 4},
-}
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(params=DRAFTING)
-def drafting(request: pytest.FixtureRequest) -> Drafting:
-    return DRAFTING[request.param]
-
-
-@functools.cache
-def compiled(family: str = "qwen3_next", mixing: float = 1.0) -> PreTrainedModel:
-    """One compiled model for all tests, each of which must leave it as it was."""
-    return treewy.compile(fresh_model(family, mixing=mixing))
-
-
-def speculate(model: PreTrainedModel, prompt: Tensor = PROMPT, max_new_tokens: int = NEW, **options: Any) -> Any:
-    return model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, **options)
-
-
-@functools.cache
-def longer_text(family: str, prompt: Tensor, mixing: float = 1.0) -> Tensor:
-    """Plain text that goes on beyond what is to be generated, for a drafter that looks ahead of the end."""
-    return plain_text(plain_model(family, mixing=mixing), prompt, NEW + 8)
-
-
-def stats_of(script: Sequence[Proposal] = MIXED, prompt: Tensor = PROMPT, **options: Any) -> treewy.SpeculationStats:
-    drafter = knowing(longer_text("qwen3_next", prompt), prompt, script)
-    output = speculate(compiled(), prompt, drafter=drafter, return_dict_in_generate=True, **options)
-    stats: treewy.SpeculationStats = output.speculation
-    return stats
-
 
 # Streamers.
 
@@ -388,213 +338,6 @@ def test_the_models_own_configuration_is_heeded_and_stays_as_it_is(drafting: Dra
     expected = plain.generate(PROMPT)
     assert torch.equal(model.generate(PROMPT, **drafting(expected, PROMPT)), expected)
     assert model.generation_config.to_dict() == before
-
-
-# Logits processors.
-
-
-EOS_IS_LIKELY = {"eos_token_id": list(range(2, 40))}
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "repetition_penalty": {"repetition_penalty": 1.3},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "bad_words_ids": {"bad_words_ids": [[5], [7, 9], [11], *[[n] for n in range(20, 30)]]},
-    "min_new_tokens": {"min_new_tokens": 9, **EOS_IS_LIKELY},
-    "min_length": {"min_length": 14, **EOS_IS_LIKELY},
-    "sequence_bias": {"sequence_bias": [[[n], 4.0] for n in range(30, 40)] + [[[31, 32], -9.0]]},
-    "suppress_tokens": {"suppress_tokens": list(range(10, 50))},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [*range(4, 60)]},
-    "forced_eos_token_id": {"forced_eos_token_id": 17},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.6), "eos_token_id": 3},
-    "several": {
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 2,
-        "suppress_tokens": [3, 4, 5, 6],
-        "min_length": 14,
-    },
-}
-AT_BATCH_1 = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens", "several")
-
-
-def with_batches() -> Iterator[Any]:
-    for name, options in PROCESSORS.items():
-        for batch in (1, 3) if name in AT_BATCH_1 else (3,):
-            yield pytest.param(options, batch, id=f"{name}-{batch}")
-
-
-@pytest.mark.parametrize(("options", "batch"), list(with_batches()))
-def test_processors_see_what_they_see_in_plain_generation(options: dict[str, Any], batch: int) -> None:
-    prompt = THREE[-batch:]
-    options = options | {"attention_mask": THREE_MASK[-batch:], "pad_token_id": 0}
-    plain = plain_model("qwen3_next", mixing=PREDICTABLE)  # loops, so that there is something to penalise
-    model = compiled("qwen3_next", PREDICTABLE)
-    expected = plain_text(plain, prompt, NEW, **options)
-    assert not torch.equal(expected, longer_text("qwen3_next", prompt, PREDICTABLE)[:, : expected.shape[1]])
-    output = speculate(model, prompt, drafter=knowing(expected, prompt), return_dict_in_generate=True, **options)
-    assert torch.equal(output.sequences, expected)
-    assert output.speculation.mean_accepted_length > 1
-    assert torch.equal(speculate(model, prompt, **options, **DRAFTING["assistant"](expected, prompt)), expected)
-
-
-def test_a_repetition_penalty_at_batch_3_without_pads_sees_what_it_sees_in_plain_generation() -> None:
-    prompt = random_tokens(3, 6, seed=5)
-    expected = plain_text(plain_model("qwen3_next", mixing=PREDICTABLE), prompt, NEW, repetition_penalty=1.3)
-    model = compiled("qwen3_next", PREDICTABLE)
-    assert torch.equal(speculate(model, prompt, repetition_penalty=1.3, drafter=knowing(expected, prompt)), expected)
-
-
-def test_constrained_and_guided_generation_are_plain_generations_at_batch_1(family: str) -> None:
-    def even_after_odd(row: int, text: Tensor) -> list[int]:
-        return list(range(2 + int(text[-1]) % 2, VOCAB_SIZE, 2))
-
-    for options in (
-        {"prefix_allowed_tokens_fn": even_after_odd},
-        {"guidance_scale": 1.7},
-        {"renormalize_logits": True},
-    ):
-        expected = plain_text(plain_model(family), PROMPT, NEW, **options)
-        actual = speculate(compiled(family), **options, drafter=knowing(expected, PROMPT))
-        assert torch.equal(actual, expected), options
-
-
-@pytest.mark.parametrize("eos_at", [None, 0, 5])
-@pytest.mark.parametrize("max_new_tokens", [1, 4, NEW])
-def test_a_processor_with_a_memory_gets_exactly_the_calls_of_plain_generation(
-    max_new_tokens: int, eos_at: int | None
-) -> None:
-    family = "qwen3_next"
-    recorder = LogitsProcessorList([ProcessorRecorder()])
-    known = plain_text(plain_model(family), PROMPT, NEW + 8, logits_processor=recorder)
-    assert not torch.equal(known, longer_text(family, PROMPT))
-    eos = None if eos_at is None else int(known[0, PROMPT.shape[1] + eos_at])
-    options = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "pad_token_id": 0}
-    plain = ProcessorRecorder()
-    expected = plain_text(plain_model(family), PROMPT, logits_processor=LogitsProcessorList([plain]), **options)
-    for drafting in DRAFTING.values():
-        ours = ProcessorRecorder()
-        processors = LogitsProcessorList([ours])
-        actual = speculate(compiled(family), logits_processor=processors, **options, **drafting(known, PROMPT))
-        assert torch.equal(actual, expected)
-        assert ours.texts == plain.texts
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_processor_gets_float32_scores_of_its_own(dtype: torch.dtype) -> None:
-    """As in plain generation: it may write into them."""
-
-    def overwrite(input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert (scores.dtype, tuple(scores.shape)) == (torch.float32, (1, VOCAB_SIZE))
-        scores[:, int(input_ids[0, -1]) % 5 :: 5] -= 3
-        return scores
-
-    plain, model = (fresh_model("qwen3_next").to(dtype) for _ in range(2))
-    processors = LogitsProcessorList([overwrite])
-    expected = plain_text(plain, PROMPT, 8, logits_processor=processors)
-    treewy.compile(model)
-    options = {"logits_processor": processors, "drafter": knowing(expected, PROMPT)}
-    assert torch.equal(speculate(model, max_new_tokens=8, **options), expected)
-
-
-# Stopping criteria.
-
-
-@pytest.mark.parametrize("stop_at", [10, 13, 99])
-@pytest.mark.parametrize("eos_at", [None, 5])
-def test_a_criterion_gets_exactly_the_calls_of_plain_generation(
-    drafting: Drafting, stop_at: int, eos_at: int | None
-) -> None:
-    family = "qwen3_next"
-    known = longer_text(family, PROMPT)
-    eos = None if eos_at is None else int(known[0, PROMPT.shape[1] + eos_at])
-    options = {"max_new_tokens": 10, "eos_token_id": eos, "pad_token_id": 0}
-    plain, ours = CriterionRecorder(stop_at), CriterionRecorder(stop_at)
-    expected = plain_text(plain_model(family), PROMPT, stopping_criteria=StoppingCriteriaList([plain]), **options)
-    criteria = StoppingCriteriaList([ours])
-    actual = speculate(compiled(family), stopping_criteria=criteria, **options, **drafting(known, PROMPT))
-    assert torch.equal(actual, expected)
-    assert ours.texts == plain.texts
-
-
-class ShorterLength(MaxLengthCriteria):
-    """A criterion of the user's own, derived from Hugging Face's."""
-
-
-class LaterEnd(EosTokenCriteria):
-    """Likewise: a token ends the text only from some length on."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        stop: Tensor = super().__call__(input_ids, scores, **kwargs) & (input_ids.shape[1] >= 18)
-        return stop
-
-
-CRITERIA: dict[str, Callable[[], list[Any]]] = {
-    "shorter than the prompt": lambda: [MaxLengthCriteria(5)],
-    "shorter than asked for": lambda: [MaxLengthCriteria(14)],
-    "two lengths": lambda: [MaxLengthCriteria(20), MaxLengthCriteria(14)],
-    "a length of the user's own class": lambda: [ShorterLength(14)],
-    "an end of the user's own class": lambda: [LaterEnd(torch.arange(VOCAB_SIZE))],
-    "two sets of end tokens": lambda: [EosTokenCriteria([*range(2, 30, 2)]), EosTokenCriteria([*range(30, 61, 2)])],
-}
-
-
-@pytest.mark.parametrize("make", CRITERIA.values(), ids=CRITERIA)
-def test_criteria_of_the_user_end_a_text_where_they_end_the_plain_one(make: Callable[[], list[Any]]) -> None:
-    known = longer_text("qwen3_next", PROMPT)
-    options: dict[str, Any] = {"eos_token_id": 60, "pad_token_id": 0}
-    criteria = StoppingCriteriaList(make())
-    expected = plain_text(plain_model("qwen3_next"), PROMPT, NEW, stopping_criteria=criteria, **options)
-    assert expected.shape[1] < PROMPT.shape[1] + NEW
-    for drafting in DRAFTING.values():
-        criteria = StoppingCriteriaList(make())
-        actual = speculate(compiled(), stopping_criteria=criteria, **options, **drafting(known, PROMPT))
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("make", [lambda: MaxLengthCriteria(14), lambda: StopStringCriteria(tiny_tokenizer(), "gg")])
-def test_criteria_end_the_rows_of_a_batch_where_they_end_the_plain_ones(make: Callable[[], Any]) -> None:
-    known = longer_text("qwen3_next", BATCH)
-    options: dict[str, Any] = {
-        "eos_token_id": 60,
-        "pad_token_id": 0,
-    }  # plain generation pads only where there is an eos
-    criteria = StoppingCriteriaList([make()])
-    expected = plain_text(plain_model("qwen3_next"), BATCH, NEW, stopping_criteria=criteria, **options)
-    assert expected.shape[1] < BATCH.shape[1] + NEW
-    for drafting in DRAFTING.values():
-        criteria = StoppingCriteriaList([make()])
-        actual = speculate(compiled(), BATCH, stopping_criteria=criteria, **options, **drafting(known, BATCH))
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize(("prompt", "eos"), [(PROMPT, None), (PROMPT, 60), (BATCH, 60)])
-def test_no_time_at_all_is_time_for_one_token(drafting: Drafting, prompt: Tensor, eos: int | None) -> None:
-    known = longer_text("qwen3_next", prompt)
-    options = {"max_time": 0.0, "eos_token_id": eos}
-    expected = plain_text(plain_model("qwen3_next"), prompt, NEW, **options)
-    assert expected.shape[1] == prompt.shape[1] + 1
-    assert torch.equal(speculate(compiled(), prompt, **options, **drafting(known, prompt)), expected)
-
-
-def stop_string(known: Tensor, position: int) -> str:
-    """A string that begins in the middle of one token and ends in the next."""
-    first, second = tiny_tokenizer().convert_ids_to_tokens(known[0, PROMPT.shape[1] + position :][:2].tolist())
-    return first[1:] + second[:1]
-
-
-@pytest.mark.parametrize("position", [0, 3, 6])
-def test_a_criterion_of_stop_strings_ends_a_text_where_it_ends_the_plain_one(drafting: Drafting, position: int) -> None:
-    known = longer_text("qwen3_next", PROMPT)
-    criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer(), stop_string(known, position))])
-    expected = plain_text(plain_model("qwen3_next"), PROMPT, NEW, stopping_criteria=criteria)
-    assert expected.shape[1] <= PROMPT.shape[1] + position + 2
-    assert torch.equal(speculate(compiled(), stopping_criteria=criteria, **drafting(known, PROMPT)), expected)
-
-
-def test_stop_strings_end_a_text_where_they_end_the_plain_one(drafting: Drafting) -> None:
-    known = longer_text("qwen3_next", PROMPT)
-    options = {"stop_strings": [stop_string(known, 5)], "tokenizer": tiny_tokenizer()}
-    expected = plain_text(plain_model("qwen3_next"), PROMPT, NEW, **options)
-    assert expected.shape[1] < PROMPT.shape[1] + NEW
-    assert torch.equal(speculate(compiled(), **options, **drafting(known, PROMPT)), expected)
 
 
 # Attention masks.
