@@ -18,12 +18,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tolerances import STORES_FLOAT32, relative_error
 from treewy._cache import StateLayer, TreeCache
+from treewy._nodes import DeferredNodes, FusedNodes, WyNodes
 from treewy._session import Session
+from treewy._snapshots import SnapshotNodes
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 VOCAB_SIZE = 61
+
+POLICIES = (WyNodes, FusedNodes, DeferredNodes, SnapshotNodes)
 
 FAMILIES = ("qwen3_next", "qwen3_5")
 
@@ -146,11 +150,18 @@ Stores = list[tuple[Tensor, Tensor]]
 """Of one row, for each layer: state and convolution window, or keys and values of the real tokens."""
 
 
+def committed_state(layer: StateLayer) -> Tensor:
+    """The state [B, HV, K, V] with all that waits folded in; the layer itself goes on waiting."""
+    state = layer.state.clone()
+    copy.deepcopy(layer.nodes).materialize_(state)
+    return state
+
+
 def committed_stores(cache: TreeCache, row: int, start: int) -> Stores:
     """What a cache of ours has committed for a row whose first `start` columns are pads."""
     stop = int(cache.lengths[row])
     return [
-        (layer.state[row].clone(), layer.window[row].clone())
+        (committed_state(layer)[row], layer.window[row].clone())
         if isinstance(layer, StateLayer)
         else (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
         for layer in cache.layers

@@ -15,6 +15,7 @@ import oracle
 import treewy
 from models import (
     FAMILIES,
+    POLICIES,
     VOCAB_SIZE,
     assert_stores_equal_plain_run,
     committed_stores,
@@ -31,9 +32,10 @@ from strategies_ops import PADDING, widths
 from strategies_ops import chain as chain_of_nodes
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
 from treewy._cache import TreeForward
-from treewy._nodes import SnapshotNodes, WyNodes
+from treewy._nodes import DeferredNodes, FusedNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy._snapshots import SnapshotNodes
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
@@ -77,7 +79,7 @@ def assert_logits_equal_plain_run(logits: Tensor, tokens: Sequence[int], model: 
 # --- A. Rollback and commit
 
 
-@pytest.mark.parametrize("make_nodes", [WyNodes, SnapshotNodes])
+@pytest.mark.parametrize("make_nodes", POLICIES)
 def test_rounds_without_a_draft_go_on_from_what_was_accepted(family: str, make_nodes: type) -> None:
     """Case A3: vllm#56531, vllm#40875. A step with no draft read the state from before the last acceptance."""
     model = plain_model(family)
@@ -304,13 +306,27 @@ class NanFillersWyNodes(NanFillers, WyNodes):
     pass
 
 
+class NanFillersFusedNodes(NanFillers, FusedNodes):
+    pass
+
+
+class NanFillersDeferredNodes(NanFillers, DeferredNodes):
+    pass
+
+
 class NanFillersSnapshotNodes(NanFillers, SnapshotNodes):
     pass
 
 
 @pytest.mark.parametrize("num_real", [1, 3])
 @pytest.mark.parametrize(
-    ("make_nodes", "nan_fillers"), [(WyNodes, NanFillersWyNodes), (SnapshotNodes, NanFillersSnapshotNodes)]
+    ("make_nodes", "nan_fillers"),
+    [
+        (WyNodes, NanFillersWyNodes),
+        (FusedNodes, NanFillersFusedNodes),
+        (DeferredNodes, NanFillersDeferredNodes),
+        (SnapshotNodes, NanFillersSnapshotNodes),
+    ],
 )
 def test_a_row_padded_with_placeholders_equals_the_row_without(
     family: str, num_real: int, make_nodes: type, nan_fillers: type

@@ -185,7 +185,7 @@ def test_tokens_equal_plain_generation(family: str) -> None:
         kind = KINDS[name]
         batch = 1 + number // len(KINDS) % 4
         seed, attention = rng.randrange(3), rng.choice(["sdpa", "eager"])
-        commit = rng.choice(["immediate", "immediate", "immediate", "snapshots"])
+        commit = rng.choice(["immediate", "fused", "deferred", "snapshots"])
         lengths = [rng.choice([rng.randint(1, 5), rng.randint(1, 70), rng.randint(62, 66)]) for _ in range(batch)]
         prompt, mask = left_padded(lengths, seed=number, width=max(lengths) + rng.choice([0, 0, 5]))
         max_new_tokens = rng.choice([1, 2, 3, rng.randint(4, 24), rng.randint(4, 24), rng.randint(4, 24)])

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from models import random_tokens
 from treewy._cache import StateLayer, TreeForward
 from treewy._draft_tree import parents_from_widths
-from treewy._nodes import Nodes, SnapshotNodes, WyNodes
+from treewy._nodes import Nodes, WyNodes
 from treewy._session import Session
+from treewy._snapshots import SnapshotNodes
 from treewy.ops import tree_wy_solve
 
 MakeNodes = Callable[[], Nodes]
@@ -221,7 +222,7 @@ def test_a_model_of_width_128_keeps_an_80th_of_its_states() -> None:
     session.prefill(random_tokens(1, 5, seed=0), torch.ones(1, 5))
     session.extend(random_tokens(1, 16, seed=1), torch.tensor([TREES["tree"](16)]))
     for layer in session.cache.state_layers:
-        kept = [tensor for name, tensor in vars(layer.nodes).items() if name != "_columns"]
+        kept = layer.nodes._on_trial.tensors
         assert sum(tensor.untyped_storage().nbytes() for tensor in kept) * 80 <= 16 * layer.state.nbytes
 
 

@@ -18,11 +18,13 @@ from transformers import PreTrainedModel
 import oracle
 from models import (
     FAMILIES,
+    POLICIES,
     PREDICTABLE,
     VOCAB_SIZE,
     Stores,
     assert_stores_equal_plain_run,
     attention_only_draft,
+    committed_state,
     committed_stores,
     left_padded,
     new_tokens,
@@ -35,11 +37,11 @@ from scripted import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, pe
 from strategies_ops import PADDING, trees, widths
 from tolerances import LOGITS_FLOAT32, STATE_AFTER_ROUNDS, STORES_FLOAT32, relative_error
 from treewy import AssistantDrafter
-from treewy._nodes import Nodes, SnapshotNodes, WyNodes
+from treewy._nodes import DeferredNodes, FusedNodes, Nodes, WyNodes, WyRows
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy._snapshots import SnapshotNodes
 
-POLICIES = (WyNodes, SnapshotNodes)
 MakeNodes = Callable[[], Nodes]
 
 # The same examples in every run: these tests are too slow for many, and one of a million may be a near tie.
@@ -197,6 +199,10 @@ class _Float64Nodes(Nodes):
             if path:
                 exact[row] = _recurrence([part[row : row + 1, path] for part in inputs], exact[row : row + 1])
         self.nodes.commit_(state, window, parents, accepted_node)
+        self.inputs.clear()
+
+    def materialize_(self, state: Tensor) -> None:
+        self.nodes.materialize_(state)
 
 
 def _recurrence(inputs: list[Tensor], state: Tensor) -> Tensor:
@@ -215,8 +221,8 @@ def test_states_equal_a_float64_recurrence_over_what_was_accepted(family: str, m
     def compare(rounds: Rounds) -> None:
         for layer in rounds.session.cache.state_layers:
             expected = exact.states.get(layer.state.data_ptr(), layer.state)
-            for row in range(len(MIXED.lengths)):
-                assert relative_error(layer.state[row], expected[row]) <= STATE_AFTER_ROUNDS
+            for row, state in enumerate(committed_state(layer)):
+                assert relative_error(state, expected[row]) <= STATE_AFTER_ROUNDS
 
     play_script(plain_model(family), MIXED, compare, make_nodes=exact, max_new_tokens=40)
     assert len(exact.states) == 2
@@ -425,17 +431,33 @@ def assert_same_history(replay: Replay, other: Replay) -> None:
         assert_same_bits(stores, others)
 
 
-class PoisonedWyNodes(WyNodes):
-    """Lose everything about rejected nodes before the commit."""
+class Poisoned:
+    """Before a policy: everything about rejected nodes, and what the ring does not hold, is lost before the commit."""
 
     def commit_(self, state: Tensor, window: Tensor, parents: Tensor, accepted_node: Tensor) -> None:
-        assert self._columns is not None
         rejected = _rejected(parents, accepted_node)
-        self._columns = self._columns.masked_fill(rejected[:, None], float("nan"))
-        for name in ("_pseudo_value", "_key", "_log_decay"):
-            kept: Tensor = getattr(self, name)
-            setattr(self, name, kept.masked_fill(rejected.view(*rejected.shape, *[1] * (kept.ndim - 2)), float("nan")))
+        self._columns.masked_fill_(rejected[:, None], float("nan"))
+        _poison_rows(self._on_trial, rejected)
         super().commit_(state, window, parents, accepted_node)
+        if getattr(self, "_known", None) is not None:
+            _poison_rows(self._known, torch.arange(self._known.size) >= self._num_known[:, None])
+
+
+def _poison_rows(rows: WyRows, which: Tensor) -> None:
+    for tensor in rows.tensors:
+        tensor.masked_fill_(which.view(*which.shape, *[1] * (tensor.ndim - 2)), float("nan"))
+
+
+class PoisonedWyNodes(Poisoned, WyNodes):
+    pass
+
+
+class PoisonedFusedNodes(Poisoned, FusedNodes):
+    pass
+
+
+class PoisonedDeferredNodes(Poisoned, DeferredNodes):
+    pass
 
 
 class PoisonedSnapshotNodes(SnapshotNodes):
@@ -486,7 +508,10 @@ class PoisonedReplay(Replay):
 
 
 @pytest.mark.parametrize(
-    ("make_nodes", "poisoned"), [(WyNodes, PoisonedWyNodes), (SnapshotNodes, PoisonedSnapshotNodes)]
+    ("make_nodes", "poisoned"),
+    list(
+        zip(POLICIES, (PoisonedWyNodes, PoisonedFusedNodes, PoisonedDeferredNodes, PoisonedSnapshotNodes), strict=True)
+    ),
 )
 def test_what_is_left_of_rejected_nodes_changes_no_bit(make_nodes: MakeNodes, poisoned: MakeNodes) -> None:
     @settings(few, max_examples=20)

@@ -83,13 +83,12 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def __init__(self, num_key_heads: int, make_nodes: Callable[[], Nodes]) -> None:
         super().__init__()
         self.num_key_heads = num_key_heads
-        self._make_nodes = make_nodes
         self.nodes = make_nodes()
         self.forward: TreeForward | None = None
 
     @property
     def state(self) -> Tensor:
-        """Committed state [B, HV, K, V]."""
+        """State [B, HV, K, V]: the committed one once ``materialize`` has run, until then perhaps an earlier one."""
         state: Tensor = self.recurrent_states[0]
         return state
 
@@ -125,9 +124,12 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return recurrent_states
 
     def commit(self, parents: Tensor, accepted_node: Tensor) -> None:
-        """Advance state and window along the accepted path and forget the nodes."""
+        """Advance along the accepted path and forget the nodes on trial."""
         self.nodes.commit_(self.state, self.window, parents, accepted_node)
-        self.nodes = self._make_nodes()
+
+    def materialize(self) -> None:
+        """Fold into the state what is committed but still waits."""
+        self.nodes.materialize_(self.state)
 
 
 class KeyValueLayer(DynamicLayer):  # type: ignore[misc]
@@ -289,9 +291,15 @@ class TreeCache(Cache):  # type: ignore[misc]
         self.columns_used = int(self.lengths.max())
         self._committed = grown[:, : self.columns_used]
 
+    def materialize(self) -> None:
+        """Fold into the states of all rows what is committed but still waits."""
+        for layer in self.state_layers:
+            layer.materialize()
+
     def reorder_rows(self, index: Tensor) -> None:
         """Let row ``i`` hold what row ``index[i]`` [B] held; only between rounds, when no nodes are on trial."""
         assert self._committed is not None
+        self.materialize()
         for layer in self.layers:
             layer.reorder_cache(index)
         self._committed = self._committed[index]
@@ -306,6 +314,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         """
         if not bool((self.lengths == self.columns_used).all()):
             raise ValueError(f"rows have different lengths {self.lengths.tolist()}; a plain cache has one length")
+        self.materialize()
         plain = DynamicCache(config=self._config)
         for ours, theirs in zip(self.layers, plain.layers, strict=True):
             if isinstance(ours, StateLayer):
@@ -318,7 +327,7 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def num_node_bytes(self) -> int:
-        """Bytes kept for the nodes on trial, over all GDN layers."""
+        """Bytes kept beside the committed stores, over all GDN layers."""
         return sum(layer.nodes.num_bytes for layer in self.state_layers)
 
     @property

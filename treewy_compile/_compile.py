@@ -59,8 +59,9 @@ def compile(
             to decorate with options.
         tree: Default of ``generate(draft_tree=...)``: widths such as (3, 2, 1, 1), or a ``DraftTree`` of that shape.
         backend: How verification runs: "eager".
-        commit: How accepted nodes reach the state: "immediate" from pseudo-values, or "snapshots", which keeps a state
-            a node as serving engines do and is there to compare with.
+        commit: When accepted nodes reach the state; tokens are the same. "immediate": after each round. "fused": when
+            the next verification begins. "deferred": when a ring of 16 known rows is full, so that the state is written
+            once in some rounds. "snapshots" keeps a state a node, as serving engines do, and is there to compare with.
         max_cache_len: Most columns a row may take in the cache (tokens, pads and nodes); None grows as needed.
 
     Returns:

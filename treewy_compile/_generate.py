@@ -16,12 +16,18 @@ from treewy._assistant import AssistantDrafter
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter
 from treewy._greedy import GreedyDecoding
-from treewy._nodes import Nodes, SnapshotNodes, WyNodes
+from treewy._nodes import DeferredNodes, FusedNodes, Nodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy._snapshots import SnapshotNodes
 from treewy._stats import SpeculationStats
 
-COMMIT_POLICIES: dict[str, Callable[[], Nodes]] = {"immediate": WyNodes, "snapshots": SnapshotNodes}
+COMMIT_POLICIES: dict[str, Callable[[], Nodes]] = {
+    "immediate": WyNodes,
+    "fused": FusedNodes,
+    "deferred": DeferredNodes,
+    "snapshots": SnapshotNodes,
+}
 
 _OUR_ARGUMENTS = ("draft_tree", "drafter")
 

@@ -1,8 +1,15 @@
-"""What a GDN layer keeps of the nodes that are verified but not committed.
+"""What a GDN layer keeps of the nodes that are verified but not committed, and when the accepted ones reach the state.
 
-Two policies share one shape: ``WyNodes`` keeps a pseudo-value, a key, a decay and a convolution column a node,
-``SnapshotNodes`` keeps a whole state and a convolution window a node, as serving engines do. The second is the baseline
-that the first is measured against. Nothing in here touches the committed stores except ``commit_``.
+A node on trial is a pseudo-value, a key, a decay and a convolution column. Committing a path moves the convolution
+window at once. The state may wait: accepted nodes that are not folded in yet are known ancestors of every later node,
+a prefix of the solve. So there are three policies over one kind of node:
+
+- immediate: a commit folds the path in.
+- fused: the next verification folds it in first, so that a kernel can do both while it holds the state.
+- deferred: a ring keeps known rows until the next path does not fit, so that the state is written once in some rounds.
+
+The fourth, ``SnapshotNodes``, keeps a whole state a node. Nothing in here touches the committed stores except
+``commit_``, ``materialize_`` and, for the fused policy, the beginning of a tree.
 """
 
 from typing import Protocol
@@ -10,15 +17,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from treewy.ops import PADDING, ancestor_mask, path_to_node, tree_wy_commit_, tree_wy_solve
+from treewy.ops import ancestor_mask, path_to_node, tree_wy_commit_, tree_wy_solve
+
+_RING_ROWS = 16  # what deferred commits keep; a longer path makes the ring grow
 
 
 class Nodes(Protocol):
-    """The nodes of one layer between two commits."""
+    """The nodes of one layer: those on trial, and those committed but not yet folded in."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes kept for the nodes added so far."""
+        """Bytes kept beside the committed stores."""
 
     def add_columns(self, window: Tensor, columns: Tensor, parents: Tensor) -> Tensor:
         """Take the convolution inputs [B, C, N] of new nodes; return window and columns of all nodes side by side."""
@@ -40,29 +49,35 @@ class Nodes(Protocol):
         """
 
     def commit_(self, state: Tensor, window: Tensor, parents: Tensor, accepted_node: Tensor) -> None:
-        """Advance ``state`` and ``window`` in place along the path to ``accepted_node`` [B]; -1 leaves a row alone."""
+        """Accept the path to ``accepted_node`` [B], -1 for a row without one, and forget the nodes on trial.
+
+        Advances ``window`` in place. The state that counts is ``state`` after ``materialize_``.
+        """
+
+    def materialize_(self, state: Tensor) -> None:
+        """Fold into ``state``, in place, all that is committed."""
 
 
 class WyNodes:
-    """Keep pseudo-values, keys, log decays and convolution columns; the state itself is kept once."""
+    """Keep pseudo-values, keys, log decays and convolution columns; a commit folds the accepted path at once."""
 
     def __init__(self) -> None:
         """Start without nodes."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._columns: Tensor | None = None
-        self._pseudo_value: Tensor | None = None
-        self._key: Tensor | None = None
-        self._log_decay: Tensor | None = None
+        self._on_trial: WyRows | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes kept for the nodes added so far."""
-        return sum(
-            kept.nbytes for kept in (self._columns, self._pseudo_value, self._key, self._log_decay) if kept is not None
-        )
+        """Bytes kept for the nodes on trial."""
+        columns = 0 if self._columns is None else self._columns.nbytes
+        return columns + (0 if self._on_trial is None else self._on_trial.num_bytes)
 
     def add_columns(self, window: Tensor, columns: Tensor, parents: Tensor) -> Tensor:
         """Keep the convolution inputs of new nodes."""
-        self._columns = _append(self._columns, columns, dim=2)
+        self._columns = append(self._columns, columns, dim=2)
         return torch.cat([window, self._columns], dim=-1)
 
     def solve(
@@ -78,10 +93,12 @@ class WyNodes:
     ) -> Tensor:
         """Solve for the pseudo-values of the new nodes; the earlier ones are a known prefix."""
         num_new = value.shape[1]
-        num_known = parents.shape[1] - num_new
-        new_parents = parents[:, num_known:]
-        within_new = torch.where(new_parents >= num_known, new_parents - num_known, new_parents.clamp(max=-1))
-        empty = value.new_empty
+        num_before = parents.shape[1] - num_new
+        new_parents = parents[:, num_before:]
+        within_new = torch.where(new_parents >= num_before, new_parents - num_before, new_parents.clamp(max=-1))
+        prefix = WyRows(value[:, :0], key[:, :0], log_decay[:, :0]) if self._on_trial is None else self._on_trial
+        prefix_mask = ancestor_mask(parents)[:, num_before:, :num_before]
+        prefix, prefix_mask = self._behind_known_rows(prefix, prefix_mask)
         output, pseudo_value, used_key, _ = tree_wy_solve(
             value,
             query,
@@ -90,53 +107,92 @@ class WyNodes:
             beta,
             state,
             within_new,
-            self._pseudo_value if self._pseudo_value is not None else empty(value.shape[0], 0, *value.shape[2:]),
-            self._key if self._key is not None else empty(key.shape[0], 0, *key.shape[2:]),
-            self._log_decay if self._log_decay is not None else empty(log_decay.shape[0], 0, log_decay.shape[2]),
-            ancestor_mask(parents)[:, num_known:, :num_known],
+            *prefix.tensors,
+            prefix_mask,
             key.shape[-1] ** -0.5,
             qk_l2norm,
         )
-        self._pseudo_value = _append(self._pseudo_value, pseudo_value, dim=1)
-        self._key = _append(self._key, used_key, dim=1)
-        self._log_decay = _append(self._log_decay, log_decay, dim=1)
+        new = WyRows(pseudo_value, used_key, log_decay)
+        self._on_trial = new if self._on_trial is None else self._on_trial.followed_by(new)
         return output
+
+    def _behind_known_rows(self, prefix: "WyRows", mask: Tensor) -> tuple["WyRows", Tensor]:
+        """Put known rows in front of a prefix and its mask [B, N, P]; there are none here."""
+        return prefix, mask
 
     def commit_(self, state: Tensor, window: Tensor, parents: Tensor, accepted_node: Tensor) -> None:
         """Fold the pseudo-values of the accepted path into the state."""
+        assert self._on_trial is not None
+        self._on_trial.fold_(state, parents, accepted_node)
+        self._commit_window_(window, *path_to_node(parents, accepted_node))
+        self._forget()
+
+    def _commit_window_(self, window: Tensor, path: Tensor, length: Tensor) -> None:
         assert self._columns is not None
-        assert self._pseudo_value is not None
-        assert self._key is not None
-        assert self._log_decay is not None
-        rows = torch.arange(state.shape[0], device=state.device)
-        tree_wy_commit_(state, rows, self._pseudo_value, self._key, self._log_decay, parents, accepted_node)
-        window.copy_(window_after(window, self._columns, *path_to_node(parents, accepted_node)))
+        window.copy_(window_after(window, self._columns, path, length))
+
+    def materialize_(self, state: Tensor) -> None:
+        """Do nothing: every commit has folded its path."""
 
 
-class SnapshotNodes:
-    """Keep the state and the convolution window of every node."""
+class DeferredNodes(WyNodes):
+    """Keep accepted paths in a ring of known rows, and fold a row of the batch when its ring has no room.
+
+    The rows of the batch fill their rings at different speeds: ``_num_known`` [B] counts, and what lies behind is not
+    read.
+    """
 
     def __init__(self) -> None:
-        """Start without nodes."""
-        self._columns: Tensor | None = None
-        self._windows: Tensor | None = None
-        self._states: Tensor | None = None
+        """Start with an empty ring."""
+        super().__init__()
+        self._known: WyRows | None = None
+        self._num_known = torch.empty(0, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes kept for the nodes added so far."""
-        return sum(kept.nbytes for kept in (self._windows, self._states) if kept is not None)
+        """Bytes kept for the nodes on trial, and of the ring."""
+        return super().num_bytes + (0 if self._known is None else self._known.num_bytes)
 
-    def add_columns(self, window: Tensor, columns: Tensor, parents: Tensor) -> Tensor:
-        """Store the window that each new node would leave behind."""
-        num_new = columns.shape[2]
-        self._columns = _append(self._columns, columns, dim=2)
-        windows = []
-        for node in range(parents.shape[1] - num_new, parents.shape[1]):
-            alone = torch.full_like(parents[:, 0], node)
-            windows.append(window_after(window, self._columns, *path_to_node(parents, alone)))
-        self._windows = _append(self._windows, torch.stack(windows, dim=1), dim=1)
-        return torch.cat([window, self._columns], dim=-1)
+    def _behind_known_rows(self, prefix: "WyRows", mask: Tensor) -> tuple["WyRows", Tensor]:
+        if self._known is None:
+            return prefix, mask
+        index = torch.arange(self._known.size, device=mask.device)
+        known = (index < self._num_known[:, None])[:, None].expand(-1, mask.shape[1], -1)
+        return self._known.followed_by(prefix), torch.cat([known, mask], dim=2)
+
+    def commit_(self, state: Tensor, window: Tensor, parents: Tensor, accepted_node: Tensor) -> None:
+        """Append the accepted path to the ring."""
+        assert self._on_trial is not None
+        path, length = path_to_node(parents, accepted_node)
+        path = path[:, : int(length.max())]
+        if self._known is None:
+            self._known = self._on_trial.empty(_RING_ROWS)
+            self._num_known = torch.zeros_like(length)
+        full = self._num_known + length > self._known.size
+        if bool(full.any()):
+            self._fold_(state, full)
+        if path.shape[1] > self._known.size:
+            self._known = self._known.followed_by(self._on_trial.empty(path.shape[1] - self._known.size))
+        self._known.write_(self._num_known, self._on_trial, path, length)
+        self._num_known = self._num_known + length
+        self._commit_window_(window, *path_to_node(parents, accepted_node))
+        self._forget()
+
+    def materialize_(self, state: Tensor) -> None:
+        """Fold the whole ring into the state."""
+        if self._known is not None:
+            self._fold_(state, torch.ones_like(self._num_known, dtype=torch.bool))
+            self._known = None
+
+    def _fold_(self, state: Tensor, rows: Tensor) -> None:
+        assert self._known is not None
+        chain = torch.arange(-1, self._known.size - 1, device=rows.device).expand(len(rows), -1)
+        self._known.fold_(state, chain, torch.where(rows, self._num_known - 1, -1))
+        self._num_known = torch.where(rows, 0, self._num_known)
+
+
+class FusedNodes(DeferredNodes):
+    """Fold what the last commit accepted when the next tree begins."""
 
     def solve(
         self,
@@ -149,43 +205,44 @@ class SnapshotNodes:
         parents: Tensor,
         qk_l2norm: bool,
     ) -> Tensor:
-        """Run the recurrence node by node, each from its parent's stored state."""
-        batch, num_new, dtype = *value.shape[:2], value.dtype
-        ratio = value.shape[2] // key.shape[2]
-        rows = torch.arange(batch, device=value.device)
-        query, key, value, beta, log_decay = (x.to(state.dtype) for x in (query, key, value, beta, log_decay))
-        if qk_l2norm:
-            query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-        query = query.repeat_interleave(ratio, dim=2) * key.shape[-1] ** -0.5
-        key = key.repeat_interleave(ratio, dim=2)
-        num_known = parents.shape[1] - num_new
-        padded = parents == PADDING
-        states = state.new_empty(batch, num_known + num_new, *state.shape[1:])
-        if self._states is not None:
-            states[:, :num_known] = self._states
-        outputs = []
-        for node in range(num_known, num_known + num_new):
-            parent = parents[:, node]
-            before = torch.where((parent >= 0)[:, None, None, None], states[rows, parent.clamp(min=0)], state)
-            decayed = before * log_decay[:, node - num_known].exp()[..., None, None]
-            k, q = key[:, node - num_known], query[:, node - num_known]
-            error = value[:, node - num_known] - torch.einsum("bhkv,bhk->bhv", decayed, k)
-            after = decayed + k[..., None] * (beta[:, node - num_known, :, None] * error)[:, :, None]
-            states[:, node] = torch.where(padded[:, node, None, None, None], state, after)
-            outputs.append(torch.einsum("bhkv,bhk->bhv", after, q))
-        self._states = states
-        output = torch.stack(outputs, dim=1).masked_fill(padded[:, num_known:, None, None], 0.0)
-        return output.to(dtype)
+        """Fold, then solve."""
+        self.materialize_(state)
+        return super().solve(state, query, key, value, log_decay, beta, parents, qk_l2norm)
 
-    def commit_(self, state: Tensor, window: Tensor, parents: Tensor, accepted_node: Tensor) -> None:
-        """Copy the accepted node's state and window over the committed ones."""
-        assert self._states is not None
-        assert self._windows is not None
-        rows = torch.arange(state.shape[0], device=state.device)
-        chosen = accepted_node.clamp(min=0)
-        kept = accepted_node < 0
-        state.copy_(torch.where(kept[:, None, None, None], state, self._states[rows, chosen]))
-        window.copy_(torch.where(kept[:, None, None], window, self._windows[rows, chosen]))
+
+class WyRows:
+    """What a fold needs of M nodes: pseudo-values [B, M, HV, V], keys as used [B, M, HK, K], log decays [B, M, HV]."""
+
+    def __init__(self, pseudo_value: Tensor, key: Tensor, log_decay: Tensor) -> None:
+        self.tensors = (pseudo_value, key, log_decay)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """M."""
+        return self.tensors[0].shape[1]
+
+    def empty(self, size: int) -> "WyRows":
+        """Return rows alike with nothing in them."""
+        return WyRows(*(tensor.new_empty(len(tensor), size, *tensor.shape[2:]) for tensor in self.tensors))
+
+    def followed_by(self, others: "WyRows") -> "WyRows":
+        pairs = zip(self.tensors, others.tensors, strict=True)
+        return WyRows(*(append(ours, theirs, dim=1) for ours, theirs in pairs))
+
+    def write_(self, start: Tensor, source: "WyRows", path: Tensor, length: Tensor) -> None:
+        """Write the nodes ``path[b, : length[b]]`` of ``source`` from row ``start[b]`` on."""
+        row, place = (torch.arange(path.shape[1], device=path.device) < length[:, None]).nonzero(as_tuple=True)
+        for ours, theirs in zip(self.tensors, source.tensors, strict=True):
+            ours[row, start[row] + place] = theirs[row, path[row, place]]
+
+    def fold_(self, state: Tensor, parents: Tensor, node: Tensor) -> None:
+        """Advance ``state`` along the path to ``node`` [B]; -1 leaves it alone."""
+        slots = torch.arange(len(state), device=state.device)
+        tree_wy_commit_(state, slots, *self.tensors, parents, node)
 
 
 def window_after(window: Tensor, columns: Tensor, path: Tensor, length: Tensor) -> Tensor:
@@ -205,5 +262,6 @@ def window_after(window: Tensor, columns: Tensor, path: Tensor, length: Tensor) 
     return both.gather(2, source[:, None].expand(-1, window.shape[1], -1))
 
 
-def _append(kept: Tensor | None, new: Tensor, dim: int) -> Tensor:
+def append(kept: Tensor | None, new: Tensor, dim: int) -> Tensor:
+    """Return what was kept, if anything, with new rows behind it."""
     return new.contiguous() if kept is None else torch.cat([kept, new], dim=dim)
