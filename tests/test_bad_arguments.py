@@ -67,8 +67,19 @@ ARGUMENTS = [
     ),
     drafted("settings of the draft", "num_assistant_tokens is read from.*set it on", {"num_assistant_tokens": 3}),
     drafted("a suffix without lookup", "max_matching_ngram_size=3.*pass prompt_lookup", {"max_matching_ngram_size": 3}),
-    drafted("sampling", "do_sample=True cannot be combined.*pass do_sample=False", {"do_sample": True}),
-    drafted("beams", "mode 'beam_search' cannot be combined.*use greedy search", {"num_beams": 2}),
+    drafted("beams", "mode 'beam_search' cannot be combined.*use greedy search or sampling", {"num_beams": 2}),
+    drafted("sampled beams", "mode 'beam_sample' cannot be combined.*sampling", {"num_beams": 2, "do_sample": True}),
+    Case(
+        "a seed for a generator",
+        lambda model: generate(model, PROMPT, **right(PROMPT), generator=3),
+        "generator is 3; pass a torch.Generator",
+        TypeError,
+    ),
+    Case(
+        "a generator without a drafter",
+        lambda model: generate(model, PROMPT, do_sample=True, generator=torch.Generator()),
+        "generator needs a drafter.*see torch.manual_seed",
+    ),
     drafted(
         "contrastive search",
         "mode 'contrastive_search' cannot be combined.*use greedy search",

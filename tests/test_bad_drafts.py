@@ -41,6 +41,77 @@ from treewy import AssistantDrafter, DraftTree, PromptLookupDrafter
 # What drafters propose.
 
 
+def sampled(name: str, message: str, **options: Any) -> Case:
+    """A draft for sampling: three nodes, and two parents."""
+    options = {"sampling": "with_replacement"} | options
+
+    def call(model: PreTrainedModel) -> Any:
+        tree = DraftTree(ids([3, 3, 5]), torch.tensor([-1, -1, 0]), **options)
+        return generate(model, drafter=FixedDrafter(tree, after=1), do_sample=True, generator=torch.Generator())
+
+    return Case(name, call, message, options.pop("error", ValueError))
+
+
+def flat(*shape: int) -> Tensor:
+    return torch.full(shape, 1 / shape[-1])
+
+
+NO_NUMBERS = torch.stack([flat(1, 61), torch.full((1, 61), float("nan"))], dim=1)
+DRAWN = [
+    sampled("drawn from nothing", "sampling 'with_replacement' needs draft_probs.*pass them, or sampling='top'"),
+    sampled(
+        "probabilities as a list",
+        r"draft_probs \[\[0.5, 0.5\]\] must be a tensor \[B, P, V\]",
+        draft_probs=[[0.5, 0.5]],
+        error=TypeError,
+    ),
+    sampled("no parents in the probabilities", r"draft_probs \[1, 61\] must be \[B, P, V\]", draft_probs=flat(1, 61)),
+    sampled("another batch", r"draft_probs \[2, 2, 61\] must be \[B, P, V\]", draft_probs=flat(2, 2, 61)),
+    sampled("integers", "draft_probs must be floating, not torch.int64", draft_probs=torch.ones(1, 2, 61).long()),
+    sampled(
+        "on another device", "draft_probs is on meta but token_ids is on cpu", draft_probs=flat(1, 2, 61).to("meta")
+    ),
+    sampled(
+        "another vocabulary", "draft_probs has a vocabulary of 60 but the target one of 61", draft_probs=flat(1, 2, 60)
+    ),
+    sampled(
+        "too few parents",
+        "draft_probs has 1 distributions but row 0 has 2 parents; pass one a parent",
+        draft_probs=flat(1, 1, 61),
+    ),
+    sampled(
+        "scores", r"draft token 3 \(row 0, node 0\).*do not add up to 1.*normalise", draft_probs=2 * flat(1, 2, 61)
+    ),
+    sampled(
+        "NaN",
+        r"draft token 5 \(row 0, node 2\).*add up to 1",
+        draft_probs=NO_NUMBERS,
+    ),
+    sampled(
+        "negative probabilities",
+        r"draft token 3 \(row 0, node 0\).*are negative; normalise",
+        draft_probs=torch.tensor([1.5, -0.5, *[0.0] * 59]).expand(1, 2, 61),
+    ),
+    sampled(
+        "an impossible token",
+        r"draft token 3 \(row 0, node 0\) has probability 0 in draft_probs; pass the distribution that it was drawn",
+        draft_probs=torch.eye(61)[[4, 5]][None],
+    ),
+    sampled(
+        "a sibling twice",
+        r"draft token 3 \(row 0, node 1\) repeats an earlier sibling; draw without replacement, or pass",
+        draft_probs=flat(1, 2, 61),
+        sampling="without_replacement",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", parameters(DRAWN))
+def test_a_draft_that_cannot_be_sampled_from_is_refused(model: PreTrainedModel, case: Case) -> None:
+    with pytest.raises(case.error, match=case.message):
+        case.call(model)
+
+
 class Proposing(FixedDrafter):
     """Propose what a function makes in the third round."""
 
@@ -309,8 +380,8 @@ DRAFTERS = [
     ),
     Case(
         "an assistant with a larger vocabulary",
-        assistant(assistant_model=drafting_model(64)),
-        "assistant_model has a vocabulary of 64, the model one of 61; pass an assistant that shares the.*tokenizer",
+        assistant(assistant_model=drafting_model(70)),
+        "assistant_model has a vocabulary of 70, the model one of 61; pass an assistant that shares the.*tokenizer",
     ),
     Case(
         "an assistant with a smaller vocabulary",

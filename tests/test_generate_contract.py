@@ -465,9 +465,9 @@ def test_a_bfloat16_model_leaves_its_own_plain_text_only_where_that_is_uncertain
 def test_the_signature_names_the_arguments_of_both() -> None:
     theirs = inspect.signature(plain_model("qwen3_next").generate).parameters
     ours = inspect.signature(compiled().generate).parameters
-    assert set(ours) == {*theirs, "draft_tree", "drafter"}
+    assert set(ours) == {*theirs, "draft_tree", "drafter", "generator"}
     assert [name for name in ours if name in theirs] == list(theirs)
-    for name in ("draft_tree", "drafter"):
+    for name in ("draft_tree", "drafter", "generator"):
         assert ours[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert ours[name].default is None
     assert list(ours)[-1] == list(theirs)[-1]

@@ -67,3 +67,18 @@ STATE_AFTER_ROUNDS = 2e-6
 # The state after 1 and after 2,500 commits of bfloat16 inputs against the float64 recurrence over the same inputs, for
 # every policy and decays to 0.999. Relative to the maximum. Measured 1.9e-7.
 STATE_AFTER_COMMITS = 1e-5
+
+# The distribution of the emitted token by enumeration of all drafts, in float64. Measured 0.
+PROBABILITIES_FLOAT64 = 1e-12
+
+# Sampling tests have fixed seeds; a right distribution fails one of 10,000 choices of a seed (design.md).
+CHI_SQUARE_P_VALUE = 1e-4
+
+# A rate of acceptance observed against its expectation, in standard errors of the mean: as improbable as the above.
+STANDARD_ERRORS = 4.0
+
+# Probabilities in float32: sums of a few roundings of 2^-24.
+PROBABILITIES_FLOAT32 = 1e-6
+
+# Of at most 64 cells (design.md). Measured 0.
+TOTAL_VARIATION_OF_200_000_DRAWS = 0.01

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -26,6 +27,7 @@ _UNSUPPORTED_ARGUMENTS = {
     "use_mtp": "pass an assistant_model or prompt_lookup_num_tokens",
 }
 _DRAFT_MODEL_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+_PADDED_VOCABULARY = 8  # vocabularies of one tokenizer differ by padding, less than an eighth
 _FORWARD_ARGUMENTS = {  # what a decoding loop sees of the arguments of forward; images matter to prefill alone
     "attention_mask",
     "cache",
@@ -99,6 +101,16 @@ def take_drafter(
     return drafter
 
 
+def check_generator(generator: Any, drafter: Drafter | None) -> None:
+    """Refuse what cannot be sampled from."""
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {generator!r:.60}; pass a torch.Generator")
+    if drafter is None:
+        raise ValueError("generator needs a drafter; plain generation draws from PyTorch's own, see torch.manual_seed")
+
+
 def prepare_for_drafting(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Refuse what cannot be combined with a drafter before Hugging Face acts on it, and carry stop strings over.
 
@@ -152,11 +164,11 @@ def refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any], s
     for name, value in model_kwargs.items():
         if value is not None and name not in (*_FORWARD_ARGUMENTS, *_UNSUPPORTED_OUTPUTS):
             raise ValueError(f"{name} is an argument of forward that a drafter cannot continue; leave it out")
-    if config.do_sample:
-        raise ValueError("do_sample=True cannot be combined with a drafter yet; pass do_sample=False")
     mode = config.get_generation_mode()
-    if mode != "greedy_search":
-        raise ValueError(f"generation mode {mode.value!r} cannot be combined with a drafter; use greedy search")
+    if mode not in ("greedy_search", "sample"):
+        raise ValueError(
+            f"generation mode {mode.value!r} cannot be combined with a drafter; use greedy search or sampling"
+        )
     if not config.use_cache:
         raise ValueError("use_cache=False cannot be combined with a drafter, which verifies against a cache; drop it")
     if config.return_dict_in_generate:
@@ -185,7 +197,7 @@ def _assistant_drafter(
     if not isinstance(assistant, PreTrainedModel):
         raise TypeError(f"assistant_model is {assistant!r:.60}; pass a transformers model, or a Drafter as drafter=")
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, assistant))
-    if ours != theirs:
+    if abs(ours - theirs) * _PADDED_VOCABULARY > max(ours, theirs):
         raise ValueError(
             f"the assistant_model has a vocabulary of {theirs}, the model one of {ours}; "
             "pass an assistant that shares the model's tokenizer"

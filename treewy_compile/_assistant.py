@@ -1,13 +1,17 @@
 """Draft with a smaller model, attention-only or itself a GDN hybrid, as a chain or as a tree of its best tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from treewy._accept import deepest_accepted
-from treewy._draft_tree import DraftTree, parents_of_shape
+from treewy._draft_tree import DraftTree, Sampling, parents_of_shape
+from treewy._sampling import draw, draw_without_replacement
+from treewy._scores import Scores
 from treewy._session import Session
 from treewy.ops import PADDING, depths
 
@@ -15,16 +19,40 @@ _DEFAULT_NUM_TOKENS = 20  # what transformers assumes when the draft model's gen
 _DEFAULT_CONFIDENCE = 0.4
 
 
+@dataclass(frozen=True)
+class DraftingContext:
+    """What an assistant must know of the generation that it drafts for.
+
+    Args:
+        scores: The target's logits processors: drafts come from processed distributions as well.
+        do_sample: Whether the target samples.
+        generator: Source of randomness; None for PyTorch's own.
+        pads: What stands before each row's text in the prompt; processors see it.
+        max_length: Of a text; what cannot be emitted before it is not drafted.
+        vocab_size: Of the target.
+    """
+
+    scores: Scores
+    do_sample: bool
+    generator: torch.Generator | None
+    pads: list[Tensor]
+    max_length: int
+    vocab_size: int
+
+
 class AssistantDrafter:
-    """Propose what a draft model with the same vocabulary finds most probable.
+    """Propose what a draft model with the same tokenizer finds probable.
 
     The draft model's own stores are rolled forward along what the target accepted, so a GDN draft model works too.
 
     Args:
         draft_model: The draft model.
-        tree: Widths or the shape of the tree to propose; the k-th child of a node is its k-th most probable token. None
-            proposes a chain of ``generation_config.num_assistant_tokens`` that ends early behind a token whose
-            probability is under ``generation_config.assistant_confidence_threshold``, as transformers does.
+        tree: Widths or the shape of the tree to propose. None proposes a chain of
+            ``generation_config.num_assistant_tokens`` that ends early behind a token whose probability is under
+            ``generation_config.assistant_confidence_threshold``, as transformers does.
+        sampling: How the children of a node are chosen: its most probable tokens ("top"), or drawn from the draft
+            model's distribution "with_replacement" or "without_replacement". None: the most probable ones for greedy
+            decoding, drawn without replacement for sampling.
 
     Raises:
         ValueError: If the tree is malformed or a layer of the draft model is not supported.
@@ -33,11 +61,19 @@ class AssistantDrafter:
         Assisted generation of transformers for the chain; top-w trees as in EAGLE-2 (Li et al., 2024), of fixed shape.
     """
 
-    def __init__(self, draft_model: PreTrainedModel, tree: Sequence[int] | DraftTree | None = None) -> None:
+    def __init__(
+        self,
+        draft_model: PreTrainedModel,
+        tree: Sequence[int] | DraftTree | None = None,
+        *,
+        sampling: Sampling | None = None,
+    ) -> None:
         config = draft_model.generation_config
         self._model = draft_model
         self._confidence: float | None = None
-        self.max_length: int | None = None  # of the text; what cannot be emitted before it is not drafted
+        self._context: DraftingContext | None = None
+        self._given_sampling = sampling
+        self._sampling: Sampling = sampling or "top"
         if tree is None:
             if config.num_assistant_tokens_schedule not in (None, "constant"):
                 raise ValueError(
@@ -48,18 +84,26 @@ class AssistantDrafter:
             threshold = config.assistant_confidence_threshold
             self._confidence = _DEFAULT_CONFIDENCE if threshold is None else threshold
         self._levels = _levels_of(parents_of_shape(tree))
+        if sampling not in (None, *get_args(Sampling)):
+            raise ValueError(f"sampling {sampling!r} must be None or one of {', '.join(get_args(Sampling))}")
         widest = max(max(ranks) + 1 for _, ranks in self._levels)
-        vocab_size = draft_model.config.get_text_config(decoder=True).vocab_size
-        if widest > vocab_size:
+        self._vocab_size = draft_model.config.get_text_config(decoder=True).vocab_size
+        if widest > self._vocab_size:
             raise ValueError(
-                f"a node has {widest} children, but the draft model has only {vocab_size} tokens to offer; draft a "
-                "narrower tree"
+                f"a node has {widest} children, but the draft model has only {self._vocab_size} tokens to offer; draft "
+                "a narrower tree"
             )
         self.reset()
         try:
             Session(draft_model)  # refuses unsupported layers now rather than in the first round
         except ValueError as error:
             raise ValueError(f"the draft model {type(draft_model).__name__} cannot draft: {error}") from error
+
+    def prepare(self, context: "DraftingContext") -> None:
+        """Learn what the drafts are for; ``generate`` calls it before the first round."""
+        self._context = context
+        if self._given_sampling is None:
+            self._sampling = "without_replacement" if context.do_sample else "top"
 
     def reset(self) -> None:
         """Forget the previous text."""
@@ -78,38 +122,58 @@ class AssistantDrafter:
             self._seen, self._prompt_logits = self._seen[index], self._prompt_logits[index]
 
     def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
-        """Run the draft model level by level and propose its most probable continuations."""
+        """Run the draft model level by level and propose continuations.
+
+        Every level is drafted whole. A node that does not count (its parent had fewer than its rank possible tokens, or
+        a chain ended before it) is dropped from the tree at the end, and so are its descendants.
+        """
         tokens, counts = input_ids.to(self._model.device), lengths.to(self._model.device)
         above_logits, root = self._catch_up(tokens, counts)  # logits of the nodes that get children next [B, n, V]
         assert self._session is not None
         first_draft = self._session.num_nodes
-        above_start = -1
-        proposed: list[Tensor] = []
-        parents_so_far: list[int] = []
-        going = torch.ones_like(counts, dtype=torch.bool)
-        num_nodes = torch.zeros_like(counts)
-        levels = self._levels
-        if self.max_length is not None:  # a round's last token is the target's own
-            levels = levels[: max(0, self.max_length - int(lengths.min()) - 1)]
-        for depth, (parents, ranks) in enumerate(levels):
-            best = above_logits.topk(max(ranks) + 1, dim=-1).indices
-            chosen = best[:, [parent - above_start for parent in parents], ranks]
-            proposed.append(chosen)
-            num_nodes += going * len(parents)
+        texts = [row[:length] for row, length in zip(tokens, counts, strict=True)]
+        if self._context is not None:
+            texts = [torch.cat([pads.to(text), text]) for pads, text in zip(self._context.pads, texts, strict=True)]
+        paths = tokens[:, None, :0]  # drafted tokens up to each node that gets children next [B, n, depth]
+        above_counts = torch.ones_like(counts, dtype=torch.bool)[:, None]
+        levels = _Levels(self._sampling != "top")
+        shape = self._levels
+        if self._context is not None:  # a round's last token is the target's own
+            shape = shape[: max(0, self._context.max_length - min(len(text) for text in texts) - 1)]
+        for depth, (parents, ranks) in enumerate(shape):
+            scores = self._scores(above_logits, texts, paths)
+            probs = scores.softmax(dim=-1)
+            above = [parent - levels.start for parent in parents]
+            best, possible = self._choose(scores, probs, max(ranks) + 1)
+            chosen, counts_now = best[:, above, ranks], possible[:, above, ranks] & above_counts[:, above]
+            levels.add(chosen, parents, counts_now, probs)
             if self._confidence is not None:
-                probability = above_logits[:, 0].float().softmax(dim=-1).gather(1, chosen)[:, 0]
-                going &= probability >= self._confidence
-            above_start = len(parents_so_far)
-            parents_so_far += parents
-            if depth + 1 == len(levels) or not bool(going.any()):
+                counts_now = counts_now & (probs[:, 0].gather(1, chosen) >= self._confidence)
+            if depth + 1 == len(shape) or not bool(counts_now.any()):
                 break
+            above_counts, paths = counts_now, torch.cat([paths[:, above], chosen[..., None]], dim=2)
             index = torch.tensor(parents, device=tokens.device).expand(chosen.shape)
             above_logits = self._extend(chosen, torch.where(index < 0, root[:, None], first_draft + index))
-        return DraftTree(
-            torch.cat([tokens[:, :0], *proposed], dim=1).to(input_ids.device),
-            torch.tensor(parents_so_far, dtype=torch.int64, device=input_ids.device),
-            num_nodes=num_nodes.to(input_ids.device),
-        )
+        return levels.tree(self._sampling, tokens[:, :0], input_ids.device)
+
+    def _scores(self, logits: Tensor, texts: list[Tensor], paths: Tensor) -> Tensor:
+        """Return the scores [B, n, V] over the target's vocabulary, processed as the target's are."""
+        if self._context is None:
+            return logits.float()
+        missing = self._context.vocab_size - logits.shape[-1]  # of padded vocabularies either may be the larger
+        logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return self._context.scores.of_nodes(logits, lambda row, node: torch.cat([texts[row], paths[row, node]]))
+
+    def _choose(self, scores: Tensor, probs: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Return children [B, n, number] of each of n nodes, and which of them are possible."""
+        generator = None if self._context is None else self._context.generator
+        if self._sampling == "without_replacement":
+            return draw_without_replacement(probs, number, generator)
+        if self._sampling == "with_replacement":
+            chosen = torch.stack([draw(probs, generator) for _ in range(number)], dim=-1)
+        else:
+            chosen = scores.topk(number, dim=-1).indices
+        return chosen, torch.ones_like(chosen, dtype=torch.bool)
 
     def update(self, token_ids: Tensor, num_tokens: Tensor) -> None:
         """Commit the part of the emitted tokens that the draft model has already seen as nodes."""
@@ -122,7 +186,8 @@ class AssistantDrafter:
             self._session = Session(self._model)
             size = int(lengths.max())
             source = torch.arange(size, device=tokens.device) - (size - lengths[:, None])  # pads go to the left
-            self._prompt_logits = self._session.prefill(tokens.gather(1, source.clamp(min=0)), source >= 0)[:, None]
+            prompt = self._known(tokens.gather(1, source.clamp(min=0)))
+            self._prompt_logits = self._session.prefill(prompt, source >= 0)[:, None]
             self._seen = lengths
         self._settle(tokens[:, :0], torch.zeros_like(lengths))
         self._pending = lengths - self._seen
@@ -137,7 +202,11 @@ class AssistantDrafter:
     def _extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         assert self._session is not None
         self._node_tokens.append(token_ids)
-        return self._session.extend(token_ids, parents)
+        return self._session.extend(self._known(token_ids), parents)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Replace tokens that only the target's larger, padded vocabulary has."""
+        return torch.where(token_ids < self._vocab_size, token_ids, 0)
 
     def _settle(self, emitted: Tensor, num_emitted: Tensor) -> None:
         """Commit the nodes that were emitted: pending ones, and the drafts that agree with ``emitted`` [B, M]."""
@@ -157,6 +226,53 @@ class AssistantDrafter:
         self._session.commit(accepted)
         self._node_tokens = []
         self._pending = torch.zeros_like(self._pending)
+
+
+class _Levels:
+    """The drafted nodes, level by level, in a shape that all rows share; not all of them count."""
+
+    def __init__(self, keep_probs: bool) -> None:
+        self.start = -1  # of the nodes that get children next; -1 is the last emitted token
+        self._token_ids: list[Tensor] = []
+        self._parents: list[int] = []
+        self._count: list[Tensor] = []
+        self._probs: list[Tensor] | None = [] if keep_probs else None
+
+    def add(self, token_ids: Tensor, parents: list[int], count: Tensor, probs: Tensor) -> None:
+        """Take a level: tokens [B, m], parents, which count [B, m], distributions after the level above [B, n, V]."""
+        self.start = len(self._parents)
+        self._token_ids.append(token_ids)
+        self._parents += parents
+        self._count.append(count)
+        if self._probs is not None:
+            self._probs.append(probs)
+
+    def tree(self, sampling: Sampling, nothing: Tensor, device: torch.device) -> DraftTree:
+        """Return the nodes that count; ``nothing`` [B, 0] is the tree without any."""
+        count = torch.cat([nothing.bool(), *self._count], dim=1)
+        parents = torch.tensor(self._parents, dtype=torch.int64, device=nothing.device)
+        order = _first(count)
+        place = count.cumsum(dim=1) - 1
+        new_parents = torch.where(parents < 0, -1, place[:, parents.clamp(min=0)]).gather(1, order)
+        draft_probs = None
+        if self._probs:
+            probs = torch.cat(self._probs, dim=1)
+            has_children = torch.zeros(probs.shape[:2], dtype=torch.int64, device=probs.device)
+            has_children.scatter_add_(1, (parents + 1).expand(count.shape), count.long())
+            used = _first(has_children > 0)[:, : int((has_children > 0).sum(dim=1).max())]
+            draft_probs = probs.gather(1, used[..., None].expand(-1, -1, probs.shape[2])).to(device)
+        return DraftTree(
+            torch.cat([nothing, *self._token_ids], dim=1).gather(1, order).to(device),
+            new_parents.to(device),
+            num_nodes=count.sum(dim=1).to(device),
+            draft_probs=draft_probs,
+            sampling=sampling,
+        )
+
+
+def _first(which: Tensor) -> Tensor:
+    """Return the indices [B, N] that put what is marked in ``which`` [B, N] first, otherwise in the old order."""
+    return which.logical_not().int().argsort(dim=1, stable=True)
 
 
 def _levels_of(parents: list[int]) -> list[tuple[list[int], list[int]]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from numbers import Integral
 from typing import Literal
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 MAX_NODES = 1024  # of a tree given by widths: the cost of a verification grows with the square
+
+_SUM_OF_PROBABILITIES = 1e-2  # how far it may be from 1: half precision, summed over a vocabulary
 
 Sampling = Literal["top", "with_replacement", "without_replacement"]
 
@@ -25,9 +28,11 @@ class DraftTree:
         token_ids: Tokens [B, N], int64.
         parents: Parent index of each node, [N] for one topology or [B, N] for one a row, int64.
         num_nodes: Real nodes a row [B], int64, each at most N; the rest is padding. None means N everywhere.
-        draft_probs: Distributions that the tokens were drawn from, one a parent; for sampled drafts, which greedy
-            decoding does not look at.
-        sampling: How the siblings were chosen: the most probable ones ("top"), or drawn with or without replacement.
+        draft_probs: Distributions [B, P, V] that the tokens were drawn from, floating, over the target's vocabulary:
+            one a parent, in the order of the parents' indices, the last emitted token's (-1) first. Of siblings without
+            replacement it is what the first was drawn from. Greedy decoding and "top" do not look at it.
+        sampling: How siblings were chosen: without chance, such as the most probable ones ("top"), or drawn with or
+            without replacement. Siblings stand in the order in which they were drawn.
 
     Raises:
         ValueError: If shapes, devices or values do not describe such trees.
@@ -82,6 +87,8 @@ class DraftTree:
                 )
         if sampling not in ("top", "with_replacement", "without_replacement"):
             raise ValueError(f"sampling {sampling!r} must be 'top', 'with_replacement' or 'without_replacement'")
+        if draft_probs is not None:
+            _check_draft_probs(draft_probs, token_ids)
         if token_ids.device.type != "meta":  # where there are no values to check
             _check_values(parents, num_nodes)
         for name, value in (
@@ -92,6 +99,73 @@ class DraftTree:
             ("sampling", sampling),
         ):
             object.__setattr__(self, name, value)
+
+    @cached_property
+    def _row_of_parent(self) -> Tensor:
+        """Row of ``draft_probs`` for each possible parent [B, N + 1], that of -1 first."""
+        batch, size = self.parents.shape
+        real = torch.arange(size, device=self.parents.device) < self.num_nodes[:, None]
+        counts = torch.zeros(batch, size + 1, dtype=torch.int64, device=self.parents.device)
+        counts.scatter_add_(1, self.parents.clamp(min=-1) + 1, real.long())
+        return (counts > 0).cumsum(dim=1) - 1
+
+    def probs_after(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Return the distributions [R, V] that children were drawn from.
+
+        Args:
+            rows: Rows of the batch [R].
+            nodes: A parent in each [R], -1 for the last emitted token; without children, anything is returned.
+        """
+        assert self.draft_probs is not None
+        source = self._row_of_parent[rows, nodes + 1].clamp(0, self.draft_probs.shape[1] - 1)
+        return self.draft_probs[rows, source]
+
+    def check_draft_probs(self, vocab_size: int) -> None:
+        """Check that ``draft_probs`` is what the tokens can have been drawn from, since sampling relies on it.
+
+        Args:
+            vocab_size: Of the target.
+
+        Raises:
+            ValueError: If it is missing or is no such distribution.
+        """
+        if self.sampling == "top" or not bool(self.num_nodes.any()):
+            return
+        if self.draft_probs is None:
+            raise ValueError(
+                f"sampling {self.sampling!r} needs draft_probs, the distributions that the tokens were drawn from; "
+                "pass them, or sampling='top' if the tokens did not depend on chance"
+            )
+        if self.draft_probs.shape[2] != vocab_size:
+            raise ValueError(
+                f"draft_probs has a vocabulary of {self.draft_probs.shape[2]} but the target one of {vocab_size}; "
+                "cut it, or fill it up with zeros"
+            )
+        size = self.parents.shape[1]
+        index = torch.arange(size, device=self.parents.device)
+        real = index < self.num_nodes[:, None]
+        source = self._row_of_parent.gather(1, self.parents.clamp(min=-1) + 1).masked_fill(~real, 0)
+        if int(source.max()) >= self.draft_probs.shape[1]:
+            row = int(source.max(dim=1).values.argmax())
+            raise ValueError(
+                f"draft_probs has {self.draft_probs.shape[1]} distributions but row {row} has "
+                f"{int(source[row].max()) + 1} parents; pass one a parent"
+            )
+        rows = torch.arange(len(source), device=source.device)[:, None]
+        total, least = self.draft_probs.sum(dim=2)[rows, source], self.draft_probs.amin(dim=2)[rows, source]
+        own = self.draft_probs[rows, source, self.token_ids.masked_fill(~real, 0)]
+        same_parent = (self.parents[:, :, None] == self.parents[:, None]) & (index < index[:, None])
+        same_token = self.token_ids[:, :, None] == self.token_ids[:, None]
+        repeated = (same_parent & same_token & real[:, None]).any(dim=2) & (self.sampling == "without_replacement")
+        no_distribution = ~((total - 1).abs() < _SUM_OF_PROBABILITIES) | ~(least >= 0)  # NaN is none either
+        for wrong, what in (
+            (no_distribution, "was drawn from draft_probs that do not add up to 1, or are negative; normalise them"),
+            (~(own > 0), "has probability 0 in draft_probs; pass the distribution that it was drawn from"),
+            (repeated, "repeats an earlier sibling; draw without replacement, or pass sampling='with_replacement'"),
+        ):
+            if bool((wrong & real).any()):
+                row, node = (wrong & real).nonzero()[0].tolist()
+                raise ValueError(f"draft token {int(self.token_ids[row, node])} (row {row}, node {node}) {what}")
 
     @classmethod
     def from_widths(cls, widths: Sequence[int], token_ids: Tensor) -> "DraftTree":
@@ -156,6 +230,22 @@ def parents_of_shape(shape: Sequence[int] | DraftTree) -> list[int]:
         raise ValueError("a DraftTree that gives the shape of drafts must have at least one node")
     parents: list[int] = shape.parents[0].tolist()
     return parents
+
+
+def _check_draft_probs(draft_probs: Tensor, token_ids: Tensor) -> None:
+    if not isinstance(draft_probs, Tensor):
+        raise TypeError(f"draft_probs {draft_probs!r:.60} must be a tensor [B, P, V], one distribution a parent")
+    if draft_probs.ndim != 3 or draft_probs.shape[0] != token_ids.shape[0]:
+        raise ValueError(
+            f"draft_probs {list(draft_probs.shape)} must be [B, P, V], one distribution a parent, for token_ids "
+            f"{list(token_ids.shape)}"
+        )
+    if not draft_probs.is_floating_point():
+        raise ValueError(f"draft_probs must be floating, not {draft_probs.dtype}")
+    if draft_probs.device != token_ids.device:
+        raise ValueError(
+            f"draft_probs is on {draft_probs.device} but token_ids is on {token_ids.device}; move it with .to()"
+        )
 
 
 def _check_values(parents: Tensor, num_nodes: Tensor) -> None:

@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from treewy._arguments import prepare_for_drafting, refuse_unsupported, take_drafter
-from treewy._assistant import AssistantDrafter
+from treewy._arguments import check_generator, prepare_for_drafting, refuse_unsupported, take_drafter
+from treewy._assistant import AssistantDrafter, DraftingContext
+from treewy._decoding import Decoding
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter
 from treewy._greedy import GreedyDecoding
 from treewy._nodes import DeferredNodes, FusedNodes, Nodes, WyNodes
 from treewy._rounds import Rounds
+from treewy._sampling import SampledDecoding
 from treewy._session import Session
 from treewy._snapshots import SnapshotNodes
 from treewy._stats import SpeculationStats
@@ -29,7 +31,7 @@ COMMIT_POLICIES: dict[str, Callable[[], Nodes]] = {
     "snapshots": SnapshotNodes,
 }
 
-_OUR_ARGUMENTS = ("draft_tree", "drafter")
+_OUR_ARGUMENTS = ("draft_tree", "drafter", "generator")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class CompiledGenerate:
         Args:
             *args: As for Hugging Face's ``generate``.
             **kwargs: Likewise, and: ``draft_tree``, widths or a ``DraftTree`` whose shape the assistant drafts;
-                ``drafter``, a :class:`treewy.Drafter`.
+                ``drafter``, a :class:`treewy.Drafter`; ``generator``, a ``torch.Generator`` to sample from instead of
+                PyTorch's own, with a drafter.
 
         Returns:
             What Hugging Face's ``generate`` returns. With ``return_dict_in_generate=True`` and a drafter, the output
@@ -99,14 +102,16 @@ class CompiledGenerate:
         del arguments["self"]
         arguments.update(arguments.pop("kwargs", {}))
         arguments.update(ours)
+        generator = arguments.pop("generator", None)
         drafter = take_drafter(self._model, arguments, self.options.tree)
+        check_generator(generator, drafter)
         if drafter is None:
             return self.original(*args, **kwargs)
         prepare_for_drafting(self._model, arguments)
         streamer = arguments.get("streamer")
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
-            return self._decode(drafter, streamer, input_ids, **prepared)
+            return self._decode(drafter, generator, streamer, input_ids, **prepared)
 
         arguments["custom_generate"] = decode
         return self.original(**arguments)
@@ -115,6 +120,7 @@ class CompiledGenerate:
     def _decode(
         self,
         drafter: Drafter,
+        generator: torch.Generator | None,
         streamer: Any,
         input_ids: Tensor,
         *,
@@ -134,7 +140,12 @@ class CompiledGenerate:
             )
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
-        decoding = GreedyDecoding(logits_processor, stopping_criteria, batch)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        decoding: Decoding
+        if generation_config.do_sample:
+            decoding = SampledDecoding(logits_processor, stopping_criteria, batch, generator)
+        else:
+            decoding = GreedyDecoding(logits_processor, stopping_criteria, batch)
         session = Session(model, COMMIT_POLICIES[options.commit], options.max_cache_len)
 
         model_kwargs[session.cache_keyword] = session.cache
@@ -149,16 +160,17 @@ class CompiledGenerate:
 
         drafter.reset()
         if isinstance(drafter, AssistantDrafter):
-            drafter.max_length = generation_config.max_length
-        rounds = Rounds(
-            session,
-            drafter,
-            decoding,
-            input_ids.long(),
-            mask,
-            model.config.get_text_config(decoder=True).vocab_size,
-            emit,
-        )
+            drafter.prepare(
+                DraftingContext(
+                    decoding.scores.for_drafts(),
+                    generation_config.do_sample,
+                    generator,
+                    [row[~real] for row, real in zip(input_ids, mask.to(input_ids.device).bool(), strict=True)],
+                    generation_config.max_length,
+                    vocab_size,
+                )
+            )
+        rounds = Rounds(session, drafter, decoding, input_ids.long(), mask, vocab_size, emit)
         rounds.start(output.logits[:, -1])
         while not bool(rounds.ended.all()):
             rounds.step()

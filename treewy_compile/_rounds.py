@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from treewy._decoding import Decoding, Emission
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter
-from treewy._greedy import Emission, GreedyDecoding
 from treewy._session import Session, pad_parents
 from treewy._stats import StatsCounter
 from treewy.ops import PADDING, depths
@@ -30,7 +30,7 @@ class Rounds:
         self,
         session: Session,
         drafter: Drafter,
-        decoding: GreedyDecoding,
+        decoding: Decoding,
         prompt: Tensor,
         prompt_mask: Tensor,
         vocab_size: int,
@@ -50,7 +50,7 @@ class Rounds:
     def start(self, logits: Tensor) -> None:
         """Emit the token that prefill's last logits [B, V] choose."""
         last = torch.stack([text[-1:] for text in self.texts]).to(logits.device)
-        emission = self._decoding.emit(logits[:, None], last, torch.full_like(last, -1), self.texts)
+        emission = self._decoding.emit(logits[:, None], last, torch.full_like(last, -1), self.texts, None)
         self.stats.add_first_tokens(int(emission.num_tokens.sum()))
         self._append(emission)
 
@@ -61,7 +61,7 @@ class Rounds:
         logits = self.session.extend(token_ids, parents)
         cache = self.session.cache
         state_bytes, snapshot_bytes = cache.num_node_bytes, cache.num_snapshot_bytes * parents.shape[1]
-        emission = self._decoding.emit(logits, token_ids, parents, self.texts)
+        emission = self._decoding.emit(logits, token_ids, parents, self.texts, draft)
         self.session.commit(emission.node)
 
         live = ~self.ended
@@ -104,6 +104,7 @@ class Rounds:
                 f"draft token id {int(draft.token_ids[row, node])} (row {row}, node {node}) is outside the target's "
                 f"vocabulary of {self._vocab_size}; the drafter must use the target's tokenizer"
             )
+        self._decoding.check(draft, self._vocab_size)
         root = torch.stack([text[-1:] for text in self.texts]).to(device)
         token_ids = torch.cat([root, torch.where(real, draft.token_ids, 0)], dim=1)
         parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], dim=1)

@@ -1,0 +1,185 @@
+"""What a verified tree emits, and which node is committed, whatever the way of choosing tokens.
+
+Plain generation calls Hugging Face's processors and criteria once a token, on the text before it and after it. So does
+the walk in here: it follows the target's choices from the root and stops where the tree or the text ends, so that a
+rejected token is never seen. Without processors that look at text, and with no criteria but length and end-of-sequence
+tokens, the path is chosen for all rows at once and cut where the text ends.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import stopping_criteria as stopping
+
+from treewy._draft_tree import DraftTree
+from treewy._scores import Scores
+from treewy.ops import PADDING, path_to_node
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one round emits.
+
+    Args:
+        token_ids: Emitted tokens [B, M], padded to the right.
+        num_tokens: How many a row [B]; 0 for a row of padding.
+        num_accepted: How many of them were drafted [B]; the rest, at most one, is the bonus token.
+        ended: Whether the row ends with them [B].
+        node: The node to commit [B]: all that was emitted but the last token, which is the next root; -1 for padding.
+    """
+
+    token_ids: Tensor
+    num_tokens: Tensor
+    num_accepted: Tensor
+    ended: Tensor
+    node: Tensor
+
+
+@dataclass(frozen=True)
+class RowOfTree:
+    """One row of a verified tree.
+
+    Args:
+        token_ids: Tokens of the nodes, the root first [N].
+        parents: Their parents [N].
+        draft: The draft that the nodes came from; None if the root is alone.
+        row: Its place in the batch.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    draft: DraftTree | None
+    row: int
+
+
+class Decoding(ABC):
+    """Decide as plain generation does.
+
+    Args:
+        processors: Hugging Face's logits processors.
+        criteria: Hugging Face's stopping criteria, the maximum length among them.
+        batch: Rows.
+
+    Raises:
+        ValueError: If a processor or criterion cannot be applied row by row and there are several rows.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, criteria: StoppingCriteriaList, batch: int) -> None:
+        self.scores = Scores(processors, batch)
+        self._criteria = criteria
+        # by type, not isinstance: a class of the user's own may decide otherwise
+        self._max_length = min(c.max_length for c in criteria if type(c) is stopping.MaxLengthCriteria)
+        self._eos = [c.eos_token_id for c in criteria if type(c) is stopping.EosTokenCriteria]
+        others = [c for c in criteria if type(c) not in (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)]
+        self._by_text = not self.scores.textless or len(others) > 0
+        if batch > 1:
+            for criterion in others:
+                if not (type(criterion) in (stopping.MaxTimeCriteria, stopping.StopStringCriteria) and self._eos):
+                    raise ValueError(
+                        f"stopping criterion {type(criterion).__name__} cannot be used with a drafter and {batch} "
+                        "rows: how a row goes on behind it depends on the other rows; generate row by row"
+                    )
+
+    @abstractmethod
+    def check(self, draft: DraftTree, vocab_size: int) -> None:
+        """Raise a ``ValueError`` if this way of decoding cannot use the draft."""
+
+    def room(self, texts: list[Tensor]) -> Tensor:
+        """Return how many tokens each row may still emit [B].
+
+        At least one, like plain generation, which looks at the length after it has emitted.
+        """
+        return torch.tensor([max(1, self._max_length - len(text)) for text in texts])
+
+    def emit(
+        self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor], draft: DraftTree | None
+    ) -> Emission:
+        """Follow the target's choices through the tree.
+
+        Args:
+            logits: The target's logits [B, N, V] after each node.
+            token_ids: Tokens of the nodes, the root (last token of the text) first [B, N].
+            parents: Their parents [B, N]; a row whose root is padding emits nothing.
+            texts: Each row's text so far, pads included, the root included.
+            draft: What the nodes behind the root came from; None if there are none.
+        """
+        if not self._by_text:
+            scores = self.scores.of_nodes(logits, lambda row, node: texts[row])
+            return self._cut(token_ids, parents, *self.choose_paths(scores, token_ids, parents, draft), texts)
+        device, host = token_ids.device, texts[0].device  # processors live where the prompt was given
+        trees = zip(token_ids.to(host), parents.to(host), strict=True)
+        walked = [
+            self._walk(RowOfTree(*tree, draft, row), logits[row].to(host), texts[row]) for row, tree in enumerate(trees)
+        ]
+        tokens, accepted, ended, nodes = zip(*walked, strict=True)
+        return Emission(
+            torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True).to(device),
+            torch.tensor([len(row) for row in tokens], device=device),
+            torch.tensor(accepted, device=device),
+            torch.tensor(ended, device=device),
+            torch.tensor(nodes, device=device),
+        )
+
+    @abstractmethod
+    def choose_paths(
+        self, scores: Tensor, token_ids: Tensor, parents: Tensor, draft: DraftTree | None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose a path a row.
+
+        Args:
+            scores: Processed logits [B, N, V] after each node.
+            token_ids: Tokens of the nodes, the root first [B, N].
+            parents: Their parents [B, N].
+            draft: What the nodes behind the root came from; None if there are none.
+
+        Returns:
+            The last node of each path [B], -1 for a row of padding, and the token that follows it [B].
+        """
+
+    def _cut(self, token_ids: Tensor, parents: Tensor, node: Tensor, bonus: Tensor, texts: list[Tensor]) -> Emission:
+        """Emit the paths to some nodes, and the tokens that follow them, up to where each text ends."""
+        path, length = path_to_node(parents, node)
+        on_path = token_ids.gather(1, path.clamp(min=0))
+        emitted = on_path.roll(-1, dims=1).scatter(1, (length - 1).clamp(min=0)[:, None], bonus[:, None])
+        room = self.room(texts).to(length.device)
+        count = torch.minimum(length, room)
+        ended = count == room
+        for eos in self._eos:
+            found = torch.isin(emitted, eos.to(emitted.device))
+            found &= torch.arange(emitted.shape[1], device=emitted.device) < count[:, None]
+            count = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, count)
+            ended = ended | found.any(dim=1)
+        last = path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        accepted = torch.minimum(count, length - 1).clamp(min=0)
+        longest = max(1, int(count.max()))
+        return Emission(emitted[:, :longest], count, accepted, ended, torch.where(count > 0, last, -1))
+
+    @abstractmethod
+    def choose(self, scores: Tensor, reached: Tensor, tree: RowOfTree) -> tuple[Tensor, Tensor]:
+        """Choose the next token from the scores [V] after some nodes of equal text.
+
+        Args:
+            scores: Processed logits [V].
+            reached: The nodes [n].
+            tree: The tree that they are in.
+
+        Returns:
+            The token [1], and those of the nodes' children that have it [m].
+        """
+
+    def _walk(self, tree: RowOfTree, logits: Tensor, text: Tensor) -> tuple[Tensor, int, bool, int]:
+        """Return the emitted tokens, how many of them were drafted, whether the row ends, and the node to commit."""
+        if int(tree.parents[0]) == PADDING:
+            return text[:0], 0, False, -1
+        start = len(text)
+        reached = torch.zeros_like(tree.parents[:1])  # several where siblings have the same token
+        while True:
+            token, children = self.choose(self.scores.of_row(tree.row, text, logits[reached[0]]), reached, tree)
+            text = torch.cat([text, token])
+            ended = bool(self._criteria(text[None], None).all())
+            if ended or len(children) == 0:
+                return text[start:], len(text) - start - (len(children) == 0), ended, int(reached[0])
+            reached = children
