@@ -26,7 +26,7 @@ from models import (
     random_tokens,
     token_by_token,
 )
-from scripted import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, start_rounds, tree
+from scripted import start_rounds
 from strategies_ops import PADDING, widths
 from strategies_ops import chain as chain_of_nodes
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
@@ -34,6 +34,7 @@ from treewy._cache import TreeForward
 from treewy._nodes import SnapshotNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 

@@ -31,13 +31,14 @@ from models import (
     random_tokens,
     token_by_token,
 )
-from scripted import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, start_rounds, tree
+from scripted import start_rounds
 from strategies_ops import PADDING, trees, widths
 from tolerances import LOGITS_FLOAT32, STATE_AFTER_ROUNDS, STORES_FLOAT32, relative_error
 from treewy import AssistantDrafter
 from treewy._nodes import Nodes, SnapshotNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 
 POLICIES = (WyNodes, SnapshotNodes)
 MakeNodes = Callable[[], Nodes]
