@@ -26,14 +26,15 @@ from models import (
     random_tokens,
     token_by_token,
 )
+from parents import chain as chain_of_nodes
+from parents import widths
 from scripted import start_rounds
-from strategies_ops import PADDING, widths
-from strategies_ops import chain as chain_of_nodes
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
 from treewy._cache import TreeForward
 from treewy._nodes import SnapshotNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy.ops import PADDING
 from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)

@@ -31,14 +31,16 @@ from models import (
     random_tokens,
     token_by_token,
 )
+from parents import widths
 from scripted import start_rounds
-from strategies_ops import PADDING, trees, widths
 from tolerances import LOGITS_FLOAT32, STATE_AFTER_ROUNDS, STORES_FLOAT32, relative_error
 from treewy import AssistantDrafter
 from treewy._nodes import Nodes, SnapshotNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy.ops import PADDING
 from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
+from treewy.testing import topologies as trees
 
 POLICIES = (WyNodes, SnapshotNodes)
 MakeNodes = Callable[[], Nodes]
