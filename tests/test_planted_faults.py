@@ -185,6 +185,15 @@ def test_what_is_pending_is_read_in_a_copy(monkeypatch: pytest.MonkeyPatch) -> N
     assert faults == {("stores", "GDN state")}
 
 
+def test_in_low_precision_the_message_advises_a_float32_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop_the_decay(monkeypatch)
+    model = treewy.compile(fresh_model("qwen3_next"), commit="immediate")
+    for dtype, advises in ((torch.bfloat16, True), (torch.float32, False)):
+        with pytest.raises(EquivalenceError) as caught:
+            check_equivalence(model.to(dtype), max_new_tokens=6)
+        assert ("check a float32 copy" in str(caught.value)) == advises
+
+
 def test_a_fault_of_prefill_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     update = _cache.StateLayer.update_recurrent_state
 

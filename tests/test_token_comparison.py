@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models import fresh_model, greedy, random_tokens
+from treewy.testing import Comparison, EquivalenceReport
 from treewy.testing._bounds import Noise, relative_error
 from treewy.testing._tokens import TokenComparison
 
@@ -96,6 +97,25 @@ def test_bounds_follow_the_noise_from_a_floor_on() -> None:
     assert exact.logits_bound == 6e-2
     assert exact.tie_bound == 1e-4  # whatever the noise
     assert Noise(torch.bfloat16).store_bound(0, "GDN state") == Noise(torch.bfloat16).logits_bound == 2**-5
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        (Comparison("stores", "GDN state", 9, 0.2, 0.6), "blind"),
+        (Comparison("commit policies", "snapshots: nodes of trees", 9, 0.2, 0.6), "blind"),
+        (Comparison("stores", "GDN state", 9, 0.7, 0.6, "row 0"), "FAULT"),
+        (Comparison("stores", "GDN state", 9, 0.2, 0.4), "ok"),
+        (Comparison("tokens", "scripts, batch 6", 9, 0.2, 0.6), "ok"),  # a distance of logits
+    ],
+)
+def test_a_bound_that_hides_faults_is_not_called_ok(
+    line: Comparison, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EquivalenceReport("tiny", (line,), ()).print()
+    printed = capsys.readouterr().out
+    assert f" {verdict} " in printed
+    assert ("check a float32 copy" in printed) == (verdict == "blind")
 
 
 def test_the_relative_error_is_that_of_the_greatest_value() -> None:

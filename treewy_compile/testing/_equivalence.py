@@ -15,10 +15,16 @@ from treewy._generate import COMMIT_POLICIES, CompiledGenerate
 from treewy.testing._borrow import borrowed, evaluated
 from treewy.testing._bounds import Noise
 from treewy.testing._observe import NodeError, ObservedDrafter, StoreError
-from treewy.testing._plain import ATTENTION_STORES, GDN_STORES
 from treewy.testing._prompts import checked_prompts, drawn_prompts, left_padded
 from treewy.testing._proposals import NOTHING, Proposal, always_wrong, chain, perfect, random_proposal, tree
-from treewy.testing._report import Comparison, EquivalenceError, EquivalenceReport
+from treewy.testing._report import (
+    ATTENTION_STORES,
+    GDN_STORES,
+    NODE_LOGITS,
+    Comparison,
+    EquivalenceError,
+    EquivalenceReport,
+)
 from treewy.testing._scripted import ScriptedDrafter
 from treewy.testing._tokens import TokenComparison
 
@@ -269,7 +275,7 @@ class _Run:
             )
         return Comparison(
             "node logits",
-            "nodes of trees",
+            NODE_LOGITS,
             len(errors),
             max((error.error for error in errors), default=0.0),
             bound,

@@ -9,9 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from treewy._cache import StateLayer, TreeCache
 from treewy._session import Session
-
-GDN_STORES = ("GDN state", "convolution window")
-ATTENTION_STORES = ("attention keys", "attention values")
+from treewy.testing._report import ATTENTION_STORES, GDN_STORES
 
 Stores = list[dict[str, Tensor]]
 """Of one row and for each layer: its two stores by name."""
