@@ -133,6 +133,10 @@ class ObservedDrafter(Drafter):
             grown = plain.num_tokens < len(committed)
             plain.follow(committed)
             expected = plain.stores()
+            for layer in plain.sliding_layers:  # ours keeps all columns and leaves the window to the mask
+                ours[layer] = {
+                    store: tensor[:, -expected[layer][store].shape[1] :] for store, tensor in ours[layer].items()
+                }
             held = lengths[row] - self._pads[row]
             tokens = "" if held == len(committed) else f"holds {held} tokens, not {len(committed)}"
             self.store_errors += [

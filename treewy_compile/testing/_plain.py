@@ -68,8 +68,13 @@ class PlainRun:
         for token in text[self.num_tokens :]:
             self.logits.append(self.feed([token]))
 
+    @property
+    def sliding_layers(self) -> set[int]:
+        """Attention layers that forget what has left their window."""
+        return {index for index, layer in enumerate(self._cache.layers) if getattr(layer, "is_sliding", False)}
+
     def stores(self) -> Stores:
-        """Return the stores after the tokens so far."""
+        """Return the stores after the tokens so far; a sliding layer has the last columns only."""
         return [
             dict(zip(GDN_STORES, (layer.recurrent_states[0][0], layer.conv_states[0][0]), strict=True))
             if hasattr(layer, "recurrent_states")
