@@ -21,8 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import AttentionMaskInterface
 
 from models import VOCAB_SIZE, noisy_copy, plain_model, random_tokens
-from scripted import Proposal, ScriptedDrafter, chain, perfect
 from treewy import DraftTree
+from treewy.testing import Proposal, ScriptedDrafter, chain, perfect
 
 PROMPT = random_tokens(1, 9, seed=3)
 BATCH = torch.cat([torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0]]), random_tokens(2, 7, seed=4)], dim=1)

@@ -17,7 +17,7 @@ from api_models import (
     plain_text,
 )
 from models import FAMILIES, fresh_model, left_padded, plain_model
-from scripted import Proposal
+from treewy.testing import Proposal
 
 NEW = 16
 

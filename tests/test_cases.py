@@ -27,15 +27,17 @@ from models import (
     random_tokens,
     token_by_token,
 )
-from scripted import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, start_rounds, tree
-from strategies_ops import PADDING, widths
-from strategies_ops import chain as chain_of_nodes
+from parents import chain as chain_of_nodes
+from parents import widths
+from scripted import start_rounds
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
 from treewy._cache import TreeForward
 from treewy._nodes import DeferredNodes, FusedNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
 from treewy._snapshots import SnapshotNodes
+from treewy.ops import PADDING
+from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 

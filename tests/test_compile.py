@@ -34,8 +34,8 @@ from api_models import (
     plain_text,
 )
 from models import FAMILIES, fresh_model, plain_model
-from scripted import perfect
 from treewy.passes import find_gdn_layers, redirect_gdn_layers
+from treewy.testing import perfect
 
 NEW = 14
 

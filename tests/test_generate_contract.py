@@ -27,7 +27,7 @@ from api_models import (
 )
 from contract import DRAFTING, NEW, THREE, Drafting, compiled, longer_text, speculate, stats_of
 from models import VOCAB_SIZE, fresh_model, plain_model, random_tokens
-from scripted import NOTHING, Proposal, ScriptedDrafter, chain, perfect
+from treewy.testing import NOTHING, Proposal, ScriptedDrafter, chain, perfect
 
 # Streamers.
 

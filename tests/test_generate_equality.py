@@ -25,8 +25,8 @@ from models import (
     noisy_copy,
     plain_model,
 )
-from scripted import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 from tolerances import TIES_IN_100_GENERATIONS, TOP_TWO_GAP_OF_A_TIE
+from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 
 Arguments = dict[str, Any]
 

@@ -33,14 +33,17 @@ from models import (
     random_tokens,
     token_by_token,
 )
-from scripted import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, start_rounds, tree
-from strategies_ops import PADDING, trees, widths
+from parents import widths
+from scripted import start_rounds
 from tolerances import LOGITS_FLOAT32, STATE_AFTER_ROUNDS, STORES_FLOAT32, relative_error
 from treewy import AssistantDrafter
 from treewy._nodes import DeferredNodes, FusedNodes, Nodes, WyNodes, WyRows
 from treewy._rounds import Rounds
 from treewy._session import Session
 from treewy._snapshots import SnapshotNodes
+from treewy.ops import PADDING
+from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
+from treewy.testing import topologies as trees
 
 MakeNodes = Callable[[], Nodes]
 

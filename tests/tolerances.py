@@ -3,17 +3,8 @@
 Measured values are maxima on CPU over the tests themselves and 500 random trees of up to 64 nodes.
 """
 
-from torch import Tensor
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The greatest absolute error over the greatest absolute value; 0 for two tensors of zeros."""
-    if expected.numel() == 0:
-        return 0.0
-    scale = expected.double().abs().max().item()
-    error = (actual.double() - expected.double()).abs().max().item()
-    return error / scale if scale > 0 else error
-
+from treewy.testing._bounds import TIE_FLOAT32
+from treewy.testing._bounds import relative_error as relative_error
 
 # An operator in float64 against the literal recurrence in float64: about 90 roundings of 2^-53. Measured 3.7e-15.
 # (With 64 near-identical keys and write strengths of 2, which both forms amplify, 2.8e-13: compared in float32 only.)
@@ -47,7 +38,7 @@ BFLOAT16_ACTIVATED_PAIR = 1.1 * BFLOAT16_PAIR + BFLOAT16_PAIR
 # Greedy text in float32: where the plain model's two greatest logits are closer than this, another order of summation
 # may choose the other token. A token of the tiny random models is such a tie about once in 5,000 (design.md). Measured:
 # 0 ties in the 200 generations.
-TOP_TWO_GAP_OF_A_TIE = 1e-4
+TOP_TWO_GAP_OF_A_TIE = TIE_FLOAT32  # 1e-4
 
 # At most two in the suite, which compares 100 generations of either family.
 TIES_IN_100_GENERATIONS = 1

@@ -7,29 +7,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from strategies_ops import PADDING, AttentionInputs, Structure, structures, widths
+from parents import widths
 from tolerances import BFLOAT16_ROUNDING, FLOAT32, FLOAT64, FLOAT64_PAIR, relative_error
 from treewy import ops
+from treewy.ops import PADDING
+from treewy.testing import AttentionInputs, OpCase, op_cases
 
 
-@given(structures(max_prefix=0), st.sampled_from([0, 1, 11]))
+@given(op_cases(max_prefix=0), st.sampled_from([0, 1, 11]))
 @settings(max_examples=40, deadline=None)
-def test_equals_attention_over_each_path(structure: Structure, cache_length: int) -> None:
+def test_equals_attention_over_each_path(case: OpCase, cache_length: int) -> None:
     for dtype, bound in ((torch.float64, FLOAT64), (torch.float32, FLOAT32)):
-        inputs = structure.attention_inputs(dtype, cache_length=cache_length)
+        inputs = case.attention_inputs(dtype, cache_length=cache_length)
         result = ops.tree_attention(*inputs)
         assert result.dtype == dtype
         assert relative_error(result, oracle.attention(*inputs)) <= bound
 
 
 def test_low_precision_inputs_lose_only_the_rounding_of_the_output() -> None:
-    inputs = Structure((widths(2, 2),) * 2).attention_inputs(torch.bfloat16)
+    inputs = OpCase((widths(2, 2),) * 2).attention_inputs(torch.bfloat16)
     assert relative_error(ops.tree_attention(*inputs), oracle.attention(*inputs)) <= BFLOAT16_ROUNDING + FLOAT32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_columns_outside_the_prefix_do_not_matter_while_finite(dtype: torch.dtype) -> None:
-    inputs = Structure((widths(2, 2),) * 3, seed=5).attention_inputs(dtype)
+    inputs = OpCase((widths(2, 2),) * 3, seed=5).attention_inputs(dtype)
     largest = torch.finfo(dtype).max
     outside = inputs.key_cache == 1e4 if dtype == torch.float32 else inputs.key_cache > 1e3
     filled = inputs._replace(
@@ -40,11 +42,11 @@ def test_columns_outside_the_prefix_do_not_matter_while_finite(dtype: torch.dtyp
     assert torch.equal(ops.tree_attention(*inputs), ops.tree_attention(*filled))
 
 
-@given(structures(max_prefix=0, padding=False), st.data())
+@given(op_cases(max_prefix=0, padding=False), st.data())
 @settings(max_examples=25, deadline=None)
-def test_changing_a_node_changes_nothing_but_its_descendants(structure: Structure, data: st.DataObject) -> None:
-    inputs = structure.attention_inputs(torch.float32)
-    node = data.draw(st.integers(0, len(structure.parents[0]) - 1))
+def test_changing_a_node_changes_nothing_but_its_descendants(case: OpCase, data: st.DataObject) -> None:
+    inputs = case.attention_inputs(torch.float32)
+    node = data.draw(st.integers(0, len(case.parents[0]) - 1))
     changed = inputs._replace(
         **{name: getattr(inputs, name).index_fill(1, torch.tensor(node), -0.75) for name in ("query", "key", "value")}
     )
@@ -54,10 +56,10 @@ def test_changing_a_node_changes_nothing_but_its_descendants(structure: Structur
     assert not torch.equal(before[:, node], after[:, node])
 
 
-@given(structures(max_prefix=0))
+@given(op_cases(max_prefix=0))
 @settings(max_examples=25, deadline=None)
-def test_padding_is_inert_whatever_it_holds(structure: Structure) -> None:
-    inputs = structure.attention_inputs(torch.float32)
+def test_padding_is_inert_whatever_it_holds(case: OpCase) -> None:
+    inputs = case.attention_inputs(torch.float32)
     absent = inputs.parents == PADDING
     poisoned = {name: getattr(inputs, name).clone() for name in ("query", "key", "value")}
     for x in poisoned.values():
@@ -67,12 +69,12 @@ def test_padding_is_inert_whatever_it_holds(structure: Structure) -> None:
     assert (result[absent] == 0).all()
 
 
-@given(structures(max_prefix=0))
+@given(op_cases(max_prefix=0))
 @settings(max_examples=15, deadline=None)
-def test_each_batch_row_equals_that_row_alone(structure: Structure) -> None:
-    inputs = structure.attention_inputs()
+def test_each_batch_row_equals_that_row_alone(case: OpCase) -> None:
+    inputs = case.attention_inputs()
     whole = ops.tree_attention(*inputs)
-    for row in range(len(structure.parents)):
+    for row in range(len(case.parents)):
         rows = slice(row, row + 1)
         alone = AttentionInputs(*(x[rows] if isinstance(x, Tensor) else x for x in inputs))
         assert relative_error(ops.tree_attention(*alone), whole[rows]) <= FLOAT64_PAIR
@@ -80,7 +82,7 @@ def test_each_batch_row_equals_that_row_alone(structure: Structure) -> None:
 
 def test_moving_the_prefix_within_the_cache_changes_nothing() -> None:
     inputs = (
-        Structure((widths(2, 2),))
+        OpCase((widths(2, 2),))
         .attention_inputs()
         ._replace(prefix_start=torch.tensor([0]), prefix_length=torch.tensor([6]))
     )

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from strategies_ops import PADDING, Structure, chain, structures, widths
+from parents import chain, widths
 from tolerances import COMMITTED_STATE_BFLOAT16_INPUTS, FLOAT32, FLOAT64, FLOAT64_PAIR, relative_error
 from treewy import ops
+from treewy.ops import PADDING
+from treewy.testing import OpCase, op_cases
 
 NAN = float("nan")
 
@@ -25,24 +27,24 @@ class CommitInputs(NamedTuple):
     accepted_node: Tensor
 
 
-def commit_inputs(structure: Structure, accepted: list[int], dtype: torch.dtype = torch.float64) -> CommitInputs:
-    inputs = structure.solve_inputs(dtype)
+def commit_inputs(case: OpCase, accepted: list[int], dtype: torch.dtype = torch.float64) -> CommitInputs:
+    inputs = case.solve_inputs(dtype)
     key = torch.nn.functional.normalize(inputs.key, dim=-1)
     state, node = inputs.committed_state, torch.tensor(accepted)
     return CommitInputs(state, inputs.value, key, inputs.log_decay, inputs.parents, node)
 
 
-def draw_accepted(data: st.DataObject, structure: Structure) -> list[int]:
+def draw_accepted(data: st.DataObject, case: OpCase) -> list[int]:
     """Any node of each row, padding too, or none."""
-    return [data.draw(st.integers(-1, len(structure.parents[0]) - 1)) for _ in structure.parents]
+    return [data.draw(st.integers(-1, len(case.parents[0]) - 1)) for _ in case.parents]
 
 
-@given(structures(max_prefix=0), st.data())
+@given(op_cases(max_prefix=0), st.data())
 @settings(max_examples=40, deadline=None)
-def test_equals_writing_the_path_one_node_at_a_time(structure: Structure, data: st.DataObject) -> None:
-    accepted = draw_accepted(data, structure)
+def test_equals_writing_the_path_one_node_at_a_time(case: OpCase, data: st.DataObject) -> None:
+    accepted = draw_accepted(data, case)
     for dtype, bound in ((torch.float64, FLOAT64), (torch.float32, FLOAT32)):
-        inputs = commit_inputs(structure, accepted, dtype)
+        inputs = commit_inputs(case, accepted, dtype)
         assert relative_error(ops.tree_wy_commit(*inputs), oracle.commit(*inputs)) <= bound
 
 
@@ -53,7 +55,7 @@ def test_equals_writing_the_path_one_node_at_a_time(structure: Structure, data: 
 def test_solve_then_commit_gives_the_state_of_the_recurrence(
     parents: tuple[int, ...], dtype: torch.dtype, bound: float
 ) -> None:
-    inputs = Structure((parents, parents), key_dim=16).solve_inputs(dtype)
+    inputs = OpCase((parents, parents), key_dim=16).solve_inputs(dtype)
     states = oracle.solve(*inputs)[4]
     _, pseudo_value, key, _ = ops.tree_wy_solve(*inputs)
     last = len(parents) - 1
@@ -68,7 +70,7 @@ def test_solve_then_commit_gives_the_state_of_the_recurrence(
 def test_gates_of_every_size_in_one_path() -> None:
     small = -torch.logspace(-6, 0, 34, dtype=torch.float64)
     gates = torch.cat([torch.full((30,), -30.0, dtype=torch.float64), small])
-    inputs = commit_inputs(Structure((chain(64),)), [63])
+    inputs = commit_inputs(OpCase((chain(64),)), [63])
     inputs = inputs._replace(log_decay=gates[None, :, None].expand_as(inputs.log_decay))
     assert relative_error(ops.tree_wy_commit(*inputs), oracle.commit(*inputs)) <= FLOAT64
     inputs = CommitInputs(*(x.float() if x.is_floating_point() else x for x in inputs))
@@ -76,7 +78,7 @@ def test_gates_of_every_size_in_one_path() -> None:
 
 
 def test_two_commits_equal_one() -> None:
-    inputs = commit_inputs(Structure((chain(9),)), [8])
+    inputs = commit_inputs(OpCase((chain(9),)), [8])
     once = ops.tree_wy_commit(*inputs)
     for cut in range(1, 9):
         part = [x[:, :cut] for x in inputs[1:5]]
@@ -87,7 +89,7 @@ def test_two_commits_equal_one() -> None:
 
 
 def test_only_the_accepted_path_matters() -> None:
-    inputs = commit_inputs(Structure((widths(2, 2),)), [6], torch.float32)
+    inputs = commit_inputs(OpCase((widths(2, 2),)), [6], torch.float32)
     expected = ops.tree_wy_commit(*inputs)
     off_path = [1, 3, 4, 5]
     poisoned = [x.index_fill(1, torch.tensor(off_path), NAN) for x in inputs[1:4]]
@@ -96,7 +98,7 @@ def test_only_the_accepted_path_matters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_that_accepts_nothing_keeps_its_state_bit_for_bit(dtype: torch.dtype) -> None:
-    inputs = commit_inputs(Structure((chain(4), chain(4), (-1, PADDING, 0, 2))), [-1, 2, 1], torch.float32)
+    inputs = commit_inputs(OpCase((chain(4), chain(4), (-1, PADDING, 0, 2))), [-1, 2, 1], torch.float32)
     state = inputs.committed_state.to(dtype)
     state[0, 0, 0, :2] = torch.tensor([-0.0, NAN], dtype=dtype)
     poisoned = [x.clone() for x in inputs[1:4]]
@@ -113,7 +115,7 @@ def test_a_row_that_accepts_nothing_keeps_its_state_bit_for_bit(dtype: torch.dty
 
 
 def test_the_state_error_after_a_commit_of_bfloat16_inputs_is_that_of_float32() -> None:
-    inputs = Structure((widths(2, 2), chain(7)), key_dim=64, value_dim=32).solve_inputs(torch.bfloat16)
+    inputs = OpCase((widths(2, 2), chain(7)), key_dim=64, value_dim=32).solve_inputs(torch.bfloat16)
     inputs = inputs._replace(committed_state=inputs.committed_state.float(), log_decay=inputs.log_decay.float())
     expected = oracle.solve(*inputs)[4]
     _, pseudo_value, key, _ = ops.tree_wy_solve(*inputs)
@@ -125,13 +127,11 @@ def test_the_state_error_after_a_commit_of_bfloat16_inputs_is_that_of_float32() 
     assert relative_error(rounded, torch.stack([expected[0][6], expected[1][6]])) > COMMITTED_STATE_BFLOAT16_INPUTS
 
 
-@given(structures(max_prefix=0), st.data())
+@given(op_cases(max_prefix=0), st.data())
 @settings(max_examples=40, deadline=None)
-def test_in_place_writes_the_slots_of_the_rows_that_commit_and_no_other(
-    structure: Structure, data: st.DataObject
-) -> None:
-    inputs = commit_inputs(structure, draw_accepted(data, structure), torch.float32)
-    batch = len(structure.parents)
+def test_in_place_writes_the_slots_of_the_rows_that_commit_and_no_other(case: OpCase, data: st.DataObject) -> None:
+    inputs = commit_inputs(case, draw_accepted(data, case), torch.float32)
+    batch = len(case.parents)
     num_slots = batch + data.draw(st.integers(0, 4))
     slots = [s if data.draw(st.booleans()) else -1 for s in data.draw(st.permutations(range(num_slots)))[:batch]]
     pool = torch.randn(num_slots, *inputs.committed_state.shape[1:], generator=torch.Generator().manual_seed(0))
@@ -151,7 +151,7 @@ def test_in_place_writes_the_slots_of_the_rows_that_commit_and_no_other(
 
 @pytest.mark.parametrize("slots", [[0, -1, -1], [-1, 0, -1], [-1, -1, 0], [1, -1, 2]], ids=str)
 def test_rows_without_a_slot_do_not_alias_slot_0(slots: list[int]) -> None:
-    inputs = commit_inputs(Structure((chain(3),) * 3), [2, 2, 2], torch.float32)
+    inputs = commit_inputs(OpCase((chain(3),) * 3), [2, 2, 2], torch.float32)
     pool = inputs.committed_state.clone()
     ops.tree_wy_commit_(pool, torch.tensor(slots), *inputs[1:])
     for slot in range(3):
@@ -164,7 +164,7 @@ def test_rows_without_a_slot_do_not_alias_slot_0(slots: list[int]) -> None:
 
 
 def test_a_pool_where_nothing_commits_stays_bit_for_bit() -> None:
-    inputs = commit_inputs(Structure((chain(3),) * 2), [-1, 2], torch.float32)
+    inputs = commit_inputs(OpCase((chain(3),) * 2), [-1, 2], torch.float32)
     pool = inputs.committed_state.clone()
     pool[0, 0, 0, :2] = torch.tensor([-0.0, NAN])
     before = pool.clone()

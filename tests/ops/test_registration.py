@@ -12,12 +12,14 @@ from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from strategies_ops import PADDING, Structure, chain, widths
+from parents import chain, widths
 from tolerances import FLOAT32, relative_error
 from treewy import ops
+from treewy.ops import PADDING
+from treewy.testing import OpCase
 
-TREES = Structure((widths(2, 2), (*chain(5), PADDING, 4), widths(6)))
-WITH_PREFIX = Structure(
+TREES = OpCase((widths(2, 2), (*chain(5), PADDING, 4), widths(6)))
+WITH_PREFIX = OpCase(
     (widths(2, 2), (*chain(5), PADDING, 4), widths(6)),
     prefix_parents=(-1, 0, 0, 1),
     attach=((1,) * 7, (3,) * 7, (-1,) * 7),
@@ -26,8 +28,8 @@ NAMES = ("tree_wy_solve", "tree_wy_commit", "tree_wy_commit_", "tree_conv", "tre
 FUNCTIONAL = tuple(name for name in NAMES if not name.endswith("_"))
 
 
-def arguments(name: str, structure: Structure = TREES, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    solve = structure.solve_inputs(dtype)
+def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    solve = case.solve_inputs(dtype)
     batch, num_nodes = solve.parents.shape
     accepted = torch.where(torch.arange(batch) == 1, -1, num_nodes - 1)
     written = (solve.value, solve.key, solve.log_decay, solve.parents, accepted)
@@ -39,8 +41,8 @@ def arguments(name: str, structure: Structure = TREES, dtype: torch.dtype = torc
         pool = torch.cat([solve.committed_state, solve.committed_state])
         return (pool, torch.arange(batch) * 2, *written)
     if name == "tree_conv":
-        return tuple(structure.conv_inputs(dtype))
-    return tuple(structure.attention_inputs(dtype))
+        return tuple(case.conv_inputs(dtype))
+    return tuple(case.attention_inputs(dtype))
 
 
 def operator(name: str) -> Any:
@@ -61,7 +63,7 @@ def as_views(values: tuple[Any, ...]) -> tuple[Any, ...]:
 LAYOUTS: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "contiguous": arguments,
     "views with a prefix": lambda name: as_views(arguments(name, WITH_PREFIX)),
-    "one node, bfloat16": lambda name: arguments(name, Structure(((-1,),) * 2), torch.bfloat16),
+    "one node, bfloat16": lambda name: arguments(name, OpCase(((-1,),) * 2), torch.bfloat16),
 }
 
 
@@ -85,8 +87,8 @@ def test_views_give_the_same_numbers_as_contiguous_tensors(name: str) -> None:
 def test_compiles_to_one_graph_that_equals_eager(name: str) -> None:
     function = getattr(ops, name)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for structure in (TREES, Structure((widths(1, 5), chain(7), widths(2, 2)), seed=1)):
-        values = arguments(name, structure)
+    for case in (TREES, OpCase((widths(1, 5), chain(7), widths(2, 2)), seed=1)):
+        values = arguments(name, case)
         expected, results = function(*values), compiled(*values)
         for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (expected, results)), strict=True):
             assert torch.equal(a, b)
@@ -123,7 +125,7 @@ def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
             results = getattr(ops, name)(*values)
             return values[0] * 1 if results is None else results
 
-    values, other = arguments(name, WITH_PREFIX), arguments(name, Structure((widths(2, 1),) * 5, seed=3))
+    values, other = arguments(name, WITH_PREFIX), arguments(name, OpCase((widths(2, 1),) * 5, seed=3))
     batch, nodes = torch.export.Dim("batch"), torch.export.Dim("nodes")
     prefix = torch.export.Dim("prefix")
     dynamic = []

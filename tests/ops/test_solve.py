@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from strategies_ops import PADDING, SolveInputs, Structure, chain, structures, widths
+from parents import chain, widths
 from tolerances import AMPLIFIED, BFLOAT16_ROUNDING, FLOAT32, FLOAT64, FLOAT64_PAIR, relative_error
 from treewy import ops
+from treewy.ops import PADDING
+from treewy.testing import OpCase, SolveInputs, op_cases
 
 NAN = float("nan")
 NODE_ARGUMENTS = ("value", "query", "key", "log_decay", "beta")
@@ -31,10 +33,10 @@ def nodes_only(inputs: SolveInputs, row: slice, nodes: list[int], parents: Tenso
     return inputs._replace(**picked, **{name: getattr(inputs, name)[row] for name in rest}, parents=parents)
 
 
-@given(structures())
+@given(op_cases())
 @settings(max_examples=30, deadline=None)
-def test_equals_the_recurrence_in_float64_and_float32(structure: Structure) -> None:
-    inputs = structure.solve_inputs()
+def test_equals_the_recurrence_in_float64_and_float32(case: OpCase) -> None:
+    inputs = case.solve_inputs()
     assert_close_to_oracle(inputs, FLOAT64)
     assert_close_to_oracle(to_dtype(inputs, torch.float32), FLOAT32)
 
@@ -52,29 +54,29 @@ def gates_of_every_size(inputs: SolveInputs) -> SolveInputs:
 
 
 HARD_CASES = {
-    "tree of 64": lambda: Structure((random_tree(64, 0), random_tree(64, 1))).solve_inputs(),
-    "tree of 64, wide heads": lambda: Structure((random_tree(64, 2),), key_dim=128, value_dim=64).solve_inputs(),
-    "chain of 64": lambda: Structure((chain(64),), key_dim=33).solve_inputs(),
-    "write strengths up to 2": lambda: Structure((chain(64), random_tree(64, 4))).solve_inputs(max_beta=2.0),
-    "64 identical keys": lambda: (x := Structure((chain(64),), key_dim=16).solve_inputs())._replace(
+    "tree of 64": lambda: OpCase((random_tree(64, 0), random_tree(64, 1))).solve_inputs(),
+    "tree of 64, wide heads": lambda: OpCase((random_tree(64, 2),), key_dim=128, value_dim=64).solve_inputs(),
+    "chain of 64": lambda: OpCase((chain(64),), key_dim=33).solve_inputs(),
+    "write strengths up to 2": lambda: OpCase((chain(64), random_tree(64, 4))).solve_inputs(max_beta=2.0),
+    "64 identical keys": lambda: (x := OpCase((chain(64),), key_dim=16).solve_inputs())._replace(
         key=x.key[:, :1].expand_as(x.key),
         beta=torch.ones_like(x.beta),
         log_decay=torch.zeros_like(x.log_decay),
     ),
-    "gates from -1e-6 to -30": lambda: gates_of_every_size(Structure((chain(64),)).solve_inputs()),
-    "keys of norm 1e-3": lambda: (x := Structure((widths(2, 2, 2),), key_dim=128).solve_inputs())._replace(
+    "gates from -1e-6 to -30": lambda: gates_of_every_size(OpCase((chain(64),)).solve_inputs()),
+    "keys of norm 1e-3": lambda: (x := OpCase((widths(2, 2, 2),), key_dim=128).solve_inputs())._replace(
         key=1e-3 * torch.nn.functional.normalize(x.key, dim=-1)
     ),
-    "keys of zero": lambda: (x := Structure((widths(2, 2, 2),), key_dim=128).solve_inputs())._replace(
+    "keys of zero": lambda: (x := OpCase((widths(2, 2, 2),), key_dim=128).solve_inputs())._replace(
         key=torch.zeros_like(x.key)
     ),
-    "chain of 8, gates of -13": lambda: (x := Structure((chain(8),)).solve_inputs())._replace(
+    "chain of 8, gates of -13": lambda: (x := OpCase((chain(8),)).solve_inputs())._replace(
         log_decay=torch.full_like(x.log_decay, -13.0)
     ),
-    "no normalisation": lambda: (x := Structure((widths(3, 2),)).solve_inputs())._replace(
+    "no normalisation": lambda: (x := OpCase((widths(3, 2),)).solve_inputs())._replace(
         key=torch.nn.functional.normalize(x.key, dim=-1), qk_l2norm=False
     ),
-    "dense prefix of 12": lambda: Structure(
+    "dense prefix of 12": lambda: OpCase(
         (widths(3, 3),) * 2, prefix_parents=chain(12), attach=((11,) * 13, (4,) * 13)
     ).solve_inputs(),
 }
@@ -90,7 +92,7 @@ def test_equals_the_recurrence_on_hard_inputs(name: str) -> None:
 @pytest.mark.parametrize("distance", [1e-1, 1e-3, 0.0], ids=lambda x: f"distance={x}")
 def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distance: float) -> None:
     for seed in (0, 5, 15):  # of 24, where inner products in float32 cost most: 20 times the recurrence's error at 5
-        inputs = Structure((chain(64),), key_dim=128, seed=seed).solve_inputs(torch.float32)
+        inputs = OpCase((chain(64),), key_dim=128, seed=seed).solve_inputs(torch.float32)
         inputs = inputs._replace(
             key=inputs.key[:, :1] + distance * inputs.key,
             beta=torch.full_like(inputs.beta, 2.0),
@@ -102,18 +104,18 @@ def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distan
 
 
 def test_each_path_equals_that_path_alone() -> None:
-    structure = Structure((widths(2, 2, 1),), prefix_parents=(-1, 0, 0), attach=((1,) * 11,))
-    inputs = structure.solve_inputs()
+    case = OpCase((widths(2, 2, 1),), prefix_parents=(-1, 0, 0), attach=((1,) * 11,))
+    inputs = case.solve_inputs()
     whole = ops.tree_wy_solve(*inputs)
     for node in range(11):
-        nodes = oracle.path(list(structure.parents[0]), node)
+        nodes = oracle.path(list(case.parents[0]), node)
         alone = ops.tree_wy_solve(*nodes_only(inputs, slice(None), nodes, torch.tensor([chain(len(nodes))])))
         for part, full in zip(alone, whole, strict=True):
             assert relative_error(part[:, -1], full[:, node]) <= FLOAT64_PAIR
 
 
 def test_a_chain_equals_one_call_a_node() -> None:
-    inputs = Structure((chain(9), chain(9))).solve_inputs()
+    inputs = OpCase((chain(9), chain(9))).solve_inputs()
     outputs, pseudo_values, _, path_log_decay = ops.tree_wy_solve(*inputs)
     state = inputs.committed_state
     for node in range(9):
@@ -125,11 +127,11 @@ def test_a_chain_equals_one_call_a_node() -> None:
     assert relative_error(path_log_decay, inputs.log_decay.cumsum(1)) <= FLOAT64
 
 
-@given(structures(padding=False), st.data())
+@given(op_cases(padding=False), st.data())
 @settings(max_examples=25, deadline=None)
-def test_changing_a_node_changes_nothing_but_its_descendants(structure: Structure, data: st.DataObject) -> None:
-    inputs = structure.solve_inputs(torch.float32)
-    node = data.draw(st.integers(0, len(structure.parents[0]) - 1))
+def test_changing_a_node_changes_nothing_but_its_descendants(case: OpCase, data: st.DataObject) -> None:
+    inputs = case.solve_inputs(torch.float32)
+    node = data.draw(st.integers(0, len(case.parents[0]) - 1))
     changed = inputs._replace(
         **{name: getattr(inputs, name).index_fill(1, torch.tensor(node), -0.75) for name in NODE_ARGUMENTS}
     )
@@ -144,28 +146,28 @@ def test_siblings_may_come_in_any_order() -> None:
     parents, order = widths(2, 2), [0, 2, 1, 6, 5, 4, 3]
     place = {node: index for index, node in enumerate(order)}
     reordered = torch.tensor([[place[parents[node]] if parents[node] >= 0 else -1 for node in order]])
-    inputs = Structure((parents,)).solve_inputs()
+    inputs = OpCase((parents,)).solve_inputs()
     whole = ops.tree_wy_solve(*inputs)
     for a, b in zip(ops.tree_wy_solve(*nodes_only(inputs, slice(None), order, reordered)), whole, strict=True):
         assert relative_error(a, b[:, order]) <= FLOAT64_PAIR
 
 
-@given(structures())
+@given(op_cases())
 @settings(max_examples=15, deadline=None)
-def test_each_batch_row_equals_that_row_alone(structure: Structure) -> None:
-    inputs = structure.solve_inputs()
+def test_each_batch_row_equals_that_row_alone(case: OpCase) -> None:
+    inputs = case.solve_inputs()
     whole = ops.tree_wy_solve(*inputs)
-    for row in range(len(structure.parents)):
+    for row in range(len(case.parents)):
         rows = slice(row, row + 1)
         alone = SolveInputs(*(x[rows] if isinstance(x, Tensor) else x for x in inputs))
         for part, full in zip(ops.tree_wy_solve(*alone), whole, strict=True):
             assert relative_error(part, full[rows]) <= FLOAT64_PAIR
 
 
-@given(structures())
+@given(op_cases())
 @settings(max_examples=30, deadline=None)
-def test_padding_is_inert_whatever_it_holds(structure: Structure) -> None:
-    inputs = structure.solve_inputs(torch.float32)
+def test_padding_is_inert_whatever_it_holds(case: OpCase) -> None:
+    inputs = case.solve_inputs(torch.float32)
     absent = inputs.parents == PADDING
     unused = ~inputs.prefix_mask.any(1)
     poisoned = {name: getattr(inputs, name).clone() for name in NODE_ARGUMENTS}
@@ -181,14 +183,14 @@ def test_padding_is_inert_whatever_it_holds(structure: Structure) -> None:
 
 
 def test_a_padded_tree_equals_the_tree() -> None:
-    inputs = Structure((widths(2, 2),)).solve_inputs()
+    inputs = OpCase((widths(2, 2),)).solve_inputs()
     padded = nodes_only(inputs, slice(None), [*range(7), *[0] * 5], torch.tensor([widths(2, 2) + (PADDING,) * 5]))
     for a, b in zip(ops.tree_wy_solve(*inputs), ops.tree_wy_solve(*padded), strict=True):
         assert relative_error(b[:, :7], a) <= FLOAT64_PAIR
 
 
 def test_value_heads_use_the_key_head_of_their_group() -> None:
-    inputs = Structure((widths(2, 2),), key_heads=2, value_heads=6).solve_inputs()
+    inputs = OpCase((widths(2, 2),), key_heads=2, value_heads=6).solve_inputs()
     outputs, pseudo_values, _, _ = ops.tree_wy_solve(*inputs)
     for head in range(6):
         one, group = slice(head, head + 1), slice(head // 3, head // 3 + 1)
@@ -209,8 +211,8 @@ def test_value_heads_use_the_key_head_of_their_group() -> None:
 
 
 def test_a_tree_grown_level_by_level_equals_the_tree_at_once() -> None:
-    structure = Structure((widths(3, 2, 2), (-1, -1, 0, 0, 1, 1, 1, 2, 4, 4, *range(8, 20), 3, PADDING)[:22]))
-    inputs = structure.solve_inputs()
+    case = OpCase((widths(3, 2, 2), (-1, -1, 0, 0, 1, 1, 1, 2, 4, 4, *range(8, 20), 3, PADDING)[:22]))
+    inputs = case.solve_inputs()
     whole = ops.tree_wy_solve(*inputs)
     ancestors = ops.ancestor_mask(inputs.parents)
     num_nodes = inputs.parents.shape[1]
@@ -233,8 +235,8 @@ def test_a_tree_grown_level_by_level_equals_the_tree_at_once() -> None:
 
 
 def test_deferring_the_commit_equals_committing_at_once() -> None:
-    first = Structure((widths(2, 2), chain(7)), seed=1).solve_inputs()
-    second = Structure((widths(3, 1), widths(1, 5)), seed=2).solve_inputs()
+    first = OpCase((widths(2, 2), chain(7)), seed=1).solve_inputs()
+    second = OpCase((widths(3, 1), widths(1, 5)), seed=2).solve_inputs()
     accepted = torch.tensor([6, 3])
     _, pseudo_value, key, _ = ops.tree_wy_solve(*first)
     state = ops.tree_wy_commit(first.committed_state, pseudo_value, key, first.log_decay, first.parents, accepted)
@@ -258,7 +260,7 @@ def test_deferring_the_commit_equals_committing_at_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_inputs_lose_only_the_rounding_of_the_output(dtype: torch.dtype) -> None:
-    inputs = to_dtype(Structure((random_tree(30, 3),)).solve_inputs(), dtype)
+    inputs = to_dtype(OpCase((random_tree(30, 3),)).solve_inputs(), dtype)
     inputs = inputs._replace(committed_state=inputs.committed_state.float())
     results, expected = ops.tree_wy_solve(*inputs), oracle.solve(*inputs)
     assert [x.dtype for x in results] == [dtype, torch.float32, torch.float32, torch.float32]
@@ -268,7 +270,7 @@ def test_low_precision_inputs_lose_only_the_rounding_of_the_output(dtype: torch.
 
 
 def test_the_inputs_are_left_as_they_are() -> None:
-    inputs = Structure((widths(2, 2),)).solve_inputs()
+    inputs = OpCase((widths(2, 2),)).solve_inputs()
     copies = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
     ops.tree_wy_solve(*inputs)
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True) if isinstance(a, Tensor))

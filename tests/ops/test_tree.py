@@ -5,15 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from strategies_ops import chain, trees, widths
+from parents import chain, widths
 from treewy import ops
+from treewy.testing import topologies
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_ancestors_depths_and_paths_equal_walking_up(data: st.DataObject) -> None:
     num_nodes = data.draw(st.integers(1, 40))
-    rows = [data.draw(trees(num_nodes)) for _ in range(data.draw(st.integers(1, 3)))]
+    rows = [data.draw(topologies(num_nodes)) for _ in range(data.draw(st.integers(1, 3)))]
     parents = torch.tensor(rows)
     mask, depth = ops.ancestor_mask(parents), ops.depths(parents)
     assert (mask.dtype, depth.dtype) == (torch.bool, torch.int64)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from strategies_ops import Structure, widths
+from parents import widths
 from treewy import ops
+from treewy.testing import OpCase
 
-STRUCTURE = Structure((widths(2, 2),) * 3, prefix_parents=(-1, 0), attach=((1,) * 7,) * 3)
+STRUCTURE = OpCase((widths(2, 2),) * 3, prefix_parents=(-1, 0), attach=((1,) * 7,) * 3)
 SOLVE = STRUCTURE.solve_inputs(torch.float32)._asdict()
 CONV = STRUCTURE.conv_inputs(torch.float32)._asdict()
 ATTENTION = STRUCTURE.attention_inputs(torch.float32)._asdict()

@@ -1,17 +1,14 @@
-"""Hypothesis strategies for the operators: they draw the structure and a seed; tensors come from the seed."""
+"""Inputs of the operators: a structure and a seed, from which the numbers come."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
-
-PADDING = -2
 
 
 class SolveInputs(NamedTuple):
-    """The arguments of `tree_wy_solve`, in order."""
+    """The arguments of :func:`treewy.ops.tree_wy_solve`, in order."""
 
     value: Tensor
     query: Tensor
@@ -29,7 +26,7 @@ class SolveInputs(NamedTuple):
 
 
 class ConvInputs(NamedTuple):
-    """The arguments of `tree_conv`, in order."""
+    """The arguments of :func:`treewy.ops.tree_conv`, in order."""
 
     x: Tensor
     window: Tensor
@@ -40,7 +37,7 @@ class ConvInputs(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """The arguments of `tree_attention`, in order."""
+    """The arguments of :func:`treewy.ops.tree_attention`, in order."""
 
     query: Tensor
     key: Tensor
@@ -54,8 +51,30 @@ class AttentionInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Structure:
-    """The sizes, trees and prefixes of a call, and the seed of its numbers."""
+class OpCase:
+    """Hold the sizes, trees and prefixes of an operator's call, and the seed of its numbers.
+
+    All defaults are different numbers, so that no swapped dimension goes unseen. The tensors are on the CPU.
+
+    Args:
+        parents: Parent of each node, a tuple a row; -1 for a child of the committed state, ``PADDING`` for no node.
+        key_heads: Key heads.
+        value_heads: Value heads, a multiple of the key heads.
+        key_dim: Width of a key.
+        value_dim: Width of a value.
+        prefix_parents: Parent of each known node before the tree, which the rows share; -1 for the committed state.
+        attach: The prefix node above each child of the committed state, a tuple a row; -1 for none.
+        seed: Of all numbers; the same in every dtype, up to rounding.
+
+    Example:
+        >>> from treewy.ops import tree_wy_solve
+        >>> output = tree_wy_solve(*OpCase(parents=((-1, 0, 0),)).solve_inputs())[0]
+        >>> output.shape
+        torch.Size([1, 3, 6, 9])
+
+    Source:
+        The arguments of :mod:`treewy.ops`.
+    """
 
     parents: tuple[tuple[int, ...], ...]
     key_heads: int = 2
@@ -63,15 +82,16 @@ class Structure:
     key_dim: int = 7
     value_dim: int = 9
     prefix_parents: tuple[int, ...] = ()
-    attach: tuple[tuple[int, ...], ...] = ()  # the prefix row above each child of the committed state
+    attach: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
 
     @property
     def tree(self) -> Tensor:
+        """Parents [B, N]."""
         return torch.tensor(self.parents)
 
     def prefix_mask(self) -> Tensor:
-        """What the ancestors of each node are among the prefix rows, by walking up."""
+        """Mark the ancestors of each node among the prefix rows [B, N, P], by walking up."""
         mask = torch.zeros(len(self.parents), len(self.parents[0]), len(self.prefix_parents), dtype=torch.bool)
         for row, row_parents in enumerate(self.parents):
             for node, parent in enumerate(row_parents):
@@ -85,6 +105,7 @@ class Structure:
         return mask
 
     def solve_inputs(self, dtype: torch.dtype = torch.float64, *, max_beta: float = 1.0) -> SolveInputs:
+        """Draw the arguments of :func:`treewy.ops.tree_wy_solve`, with write strengths up to ``max_beta``."""
         random = _Random(self.seed, dtype)
         batch, num_nodes, known = len(self.parents), len(self.parents[0]), len(self.prefix_parents)
         prefix_key = random.normal(batch, known, self.key_heads, self.key_dim)
@@ -113,6 +134,7 @@ class Structure:
         bias: bool = True,
         channels: int = 5,
     ) -> ConvInputs:
+        """Draw the arguments of :func:`treewy.ops.tree_conv`."""
         random = _Random(self.seed, dtype)
         batch, num_nodes = len(self.parents), len(self.parents[0])
         return ConvInputs(
@@ -125,7 +147,10 @@ class Structure:
         )
 
     def attention_inputs(self, dtype: torch.dtype = torch.float64, *, cache_length: int = 11) -> AttentionInputs:
-        """Rows have prefixes of various bounds; the columns outside hold a large finite number."""
+        """Draw the arguments of :func:`treewy.ops.tree_attention`.
+
+        Rows have prefixes of various bounds; the columns outside hold a large finite number.
+        """
         random = _Random(self.seed, dtype)
         batch, num_nodes = len(self.parents), len(self.parents[0])
         cache = (batch, self.key_heads, cache_length, self.value_dim)
@@ -157,59 +182,3 @@ class _Random:
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
-
-
-def chain(num_nodes: int) -> tuple[int, ...]:
-    return tuple(range(-1, num_nodes - 1))
-
-
-def widths(*children: int) -> tuple[int, ...]:
-    """A root, then breadth first `children[d]` nodes below each node of depth d."""
-    parents, level = [-1], [0]
-    for width in children:
-        first = len(parents)
-        parents += [node for node in level for _ in range(width)]
-        level = list(range(first, len(parents)))
-    return tuple(parents)
-
-
-@st.composite
-def trees(draw: st.DrawFn, num_nodes: int, *, padding: bool = True) -> tuple[int, ...]:
-    """Parents of one row: a chain, or any forest; with padding at the end and holes, or none."""
-    is_chain = draw(st.booleans())
-    num_real = draw(st.integers(0, num_nodes)) if padding and draw(st.booleans()) else num_nodes
-    holes = draw(st.sets(st.integers(0, num_nodes - 1), max_size=2)) if padding else set()
-    parents: list[int] = []
-    candidates = [-1]
-    for node in range(num_nodes):
-        if node >= num_real or node in holes:
-            parents.append(PADDING)
-            continue
-        parents.append(candidates[-1] if is_chain else draw(st.sampled_from(candidates)))
-        candidates.append(node)
-    return tuple(parents)
-
-
-@st.composite
-def structures(
-    draw: st.DrawFn, *, max_nodes: int = 14, max_prefix: int = 5, padding: bool = True, max_batch: int = 3
-) -> Structure:
-    """Sizes that differ from one another wherever they can, so that no swapped dimension goes unseen."""
-    batch = draw(st.integers(1, max_batch))
-    key_heads = draw(st.sampled_from([n for n in (1, 2, 3) if n != batch]))
-    value_heads = key_heads * draw(st.integers(1, 4))
-    used = {batch, key_heads, value_heads}
-    num_nodes = draw(st.sampled_from([n for n in range(1, max_nodes + 1) if n not in used]))
-    key_dim = draw(st.sampled_from([n for n in range(4, 18) if n not in used | {num_nodes}]))
-    value_dim = draw(st.sampled_from([n for n in range(4, 18) if n not in used | {num_nodes, key_dim}]))
-    known = draw(st.integers(0, max_prefix))
-    return Structure(
-        parents=tuple(draw(trees(num_nodes, padding=padding)) for _ in range(batch)),
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        prefix_parents=tuple(draw(st.integers(-1, row - 1)) for row in range(known)),
-        attach=tuple(tuple(draw(st.integers(-1, known - 1)) for _ in range(num_nodes)) for _ in range(batch)),
-        seed=draw(st.integers(0, 2**31 - 1)),
-    )
