@@ -208,6 +208,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         layers: list[StateLayer | KeyValueLayer] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if index in key_heads and type(layer) is LinearAttentionLayer:
+                if len(layer.conv_states) > 1:
+                    raise ValueError(
+                        f"layer {index} keeps {len(layer.conv_states)} convolution states, of which treewy knows one; "
+                        "generate without a drafter"
+                    )
                 layers.append(StateLayer(key_heads[index], make_nodes))
             elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
                 layers.append(KeyValueLayer(layer.is_sliding))
