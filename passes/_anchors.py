@@ -87,7 +87,8 @@ def find_gdn_layers(model: nn.Module) -> list[GdnLayerInfo]:
         []
 
     Source:
-        Layer structure of the ``qwen3_next`` and ``qwen3_5`` modeling files of transformers 5.17 to 5.24.
+        Layer structure of the ``qwen3_next``, ``qwen3_5``, ``olmo_hybrid`` and ``lara_mini`` modeling files of
+        transformers 5.17 to 5.24.
     """
     found = []
     for name, module in model.named_modules():

@@ -167,7 +167,11 @@ def _new_model(family: str) -> tuple[type[PreTrainedModel], transformers.PreTrai
         config = transformers.MistralConfig(**_BASIC, num_hidden_layers=2, sliding_window=SLIDING_WINDOW)
         return transformers.MistralForCausalLM, config
     assert family == "qwen3"
-    sliding = {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1}
+    sliding = {
+        "use_sliding_window": True,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     config = transformers.Qwen3Config(**_BASIC, num_hidden_layers=2, **(sliding if layout == "sliding" else {}))
     return transformers.Qwen3ForCausalLM, config
 

@@ -150,6 +150,17 @@ def test_a_family_with_another_rule_cannot_draft(name: str) -> None:
         assert torch.equal(plain_text(model, PROMPT, 6), text)
 
 
+def test_attention_in_chunks_cannot_draft() -> None:
+    sizes = {"intermediate_size_mlp": 44, "num_local_experts": 2, "attention_chunk_size": 8}
+    with torch.random.fork_rng():
+        draft = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**_BASIC, **sizes))
+    target = treewy.compile(fresh_model("qwen3_5"))
+    text = plain_text(target, PROMPT, 6)
+    with pytest.raises(ValueError, match=r"Llama4\w+ cannot draft: layer 0 attends in chunks.*without a drafter"):
+        target.generate(PROMPT, assistant_model=draft, max_new_tokens=6, do_sample=False)
+    assert torch.equal(plain_text(target, PROMPT, 6), text)
+
+
 def test_a_gated_deltanet_layer_with_more_than_one_convolution_is_refused() -> None:
     with torch.random.fork_rng():
         model = _qwen4_exp(layer_types=["linear_attention"] * 4, ple_layer_ids=[1], eos_token_id=2)

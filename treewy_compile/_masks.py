@@ -23,7 +23,7 @@ def refuse_unmaskable(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if not sliding:
         return
     chunked = [index for index in sliding if kinds and kinds[index] != "sliding_attention"]
-    if chunked or getattr(config, "attention_chunk_size", None) is not None:
+    if chunked or getattr(config, "sliding_window", None) is None:
         raise ValueError(
             f"layer {(chunked or sliding)[0]} attends in chunks, which treewy does not support; it supports full "
             "attention and sliding windows, so generate without a drafter"

@@ -88,7 +88,9 @@ class Session:
             )
         forward = self.cache.begin(both, token_ids.shape[1])
         try:
-            redirected = {"treewy_call": forward} if self._gdn_layers else {}
+            more: dict[str, object] = {"treewy_call": forward} if self._gdn_layers else {}
+            if getattr(self._text_config, "output_router_logits", False):
+                more["output_router_logits"] = False  # a training loss over the experts, which reads a mask of tokens
             with redirect_gdn_layers(self._gdn_layers):
                 logits: Tensor = self.model(
                     input_ids=token_ids,
@@ -97,7 +99,7 @@ class Session:
                     use_cache=True,
                     return_dict=True,
                     **{self.cache_keyword: self.cache},
-                    **redirected,
+                    **more,
                 ).logits
         finally:
             self.cache.end()
