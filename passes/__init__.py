@@ -3,6 +3,6 @@
 Imports point one way: this package may use :mod:`treewy.ops`, never the rest of :mod:`treewy`.
 """
 
-from treewy.passes._anchors import GdnLayerInfo, TreeCall, find_gdn_layers, redirect_gdn_layers
+from treewy.passes._anchors import GdnLayerInfo, TreeCall, find_gdn_layers, names_called, redirect_gdn_layers
 
-__all__ = ["GdnLayerInfo", "TreeCall", "find_gdn_layers", "redirect_gdn_layers"]
+__all__ = ["GdnLayerInfo", "TreeCall", "find_gdn_layers", "names_called", "redirect_gdn_layers"]

@@ -87,11 +87,12 @@ def find_gdn_layers(model: nn.Module) -> list[GdnLayerInfo]:
         []
 
     Source:
-        Layer structure of the ``qwen3_next`` and ``qwen3_5`` modeling files of transformers 5.17 to 5.24.
+        Layer structure of the ``qwen3_next``, ``qwen3_5``, ``olmo_hybrid`` and ``lara_mini`` modeling files of
+        transformers 5.17 to 5.24.
     """
     found = []
     for name, module in model.named_modules():
-        called = _names_called(type(module))
+        called = names_called(type(module))
         if _KIMI_RULE in called:
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) uses Kimi delta attention, whose decay is per channel; "
@@ -108,6 +109,27 @@ def find_gdn_layers(model: nn.Module) -> list[GdnLayerInfo]:
             )
         found.append(GdnLayerInfo(module.layer_idx, name, type(module).__module__, module.num_k_heads))
     return sorted(found, key=lambda layer: layer.layer_idx)
+
+
+def names_called(cls: type[nn.Module]) -> frozenset[str]:
+    """List the global names and attributes that the ``forward`` of a class uses.
+
+    Args:
+        cls: Class of a module; decorators around its ``forward`` are looked through.
+
+    Returns:
+        The names; empty if ``forward`` is not a Python function.
+
+    Example:
+        >>> import torch
+        >>> "linear" in names_called(torch.nn.Linear)
+        True
+
+    Source:
+        ``co_names`` of Python's code objects.
+    """
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return frozenset(code.co_names) if code is not None else frozenset()
 
 
 @contextmanager
@@ -137,11 +159,6 @@ def redirect_gdn_layers(layers: Iterable[GdnLayerInfo]) -> Iterator[None]:
                 if _active[name] == 0:
                     del _active[name]
                     _uninstall(sys.modules[name])
-
-
-def _names_called(cls: type[nn.Module]) -> frozenset[str]:
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return frozenset(code.co_names) if code is not None else frozenset()
 
 
 def _install(module: ModuleType) -> None:

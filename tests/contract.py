@@ -16,7 +16,7 @@ from api_models import (
     noisy_draft,
     plain_text,
 )
-from models import FAMILIES, fresh_model, left_padded, plain_model
+from models import INTERFACE_FAMILIES, fresh_model, left_padded, plain_model
 from treewy.testing import Proposal
 
 NEW = 16
@@ -32,7 +32,7 @@ DRAFTING: dict[str, Drafting] = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=INTERFACE_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from tolerances import STORES_FLOAT32, relative_error
-from treewy._cache import StateLayer, TreeCache
+from treewy._cache import KeyValueLayer, StateLayer, TreeCache
 from treewy._nodes import DeferredNodes, FusedNodes, WyNodes
 from treewy._session import Session
 from treewy._snapshots import SnapshotNodes
@@ -29,7 +29,39 @@ VOCAB_SIZE = 61
 
 POLICIES = (WyNodes, FusedNodes, DeferredNodes, SnapshotNodes)
 
-FAMILIES = ("qwen3_next", "qwen3_5")
+ALL_FAMILIES = (
+    "qwen3_next",
+    "qwen3_next_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_vision",
+    "olmo_hybrid",
+    "lara_mini",
+)
+FAMILIES = tuple(name for name in ALL_FAMILIES if name != "lara_mini" or hasattr(transformers, "LaraMiniConfig"))
+"""Families of targets. LARA came to transformers behind the oldest version that is supported."""
+
+MIXTURES = tuple(name for name in FAMILIES if "moe" in name or name == "lara_mini")
+"""Those with experts."""
+
+INTERFACE_FAMILIES = ("qwen3_next", "qwen3_5", FAMILIES[-1])
+"""Those of the tests of the interface, most of which knows nothing of layers."""
+
+VARIANTS = (
+    "qwen3_next equal heads",
+    "qwen3_5 one key head",
+    "qwen3_5 wide keys",
+    "olmo_hybrid rope",
+    "qwen3_5_moe_vision",
+)
+"""Further targets, for the tests of the stores."""
+
+ATTENTION_ONLY = ("qwen3", "qwen3 sliding", "mistral")
+"""Draft models without GDN layers: full attention, a window in one of two layers, windows everywhere."""
+
+EXPERTS = ("batched_mm", "grouped_mm", "eager")
+BITWISE_EXPERTS = "batched_mm"
+"""The implementation in which a token's bits do not depend on how many others go to the same expert."""
 
 PREDICTABLE = 0.02
 """A factor on what layers add to the residual stream. With it text depends little on what came before: it loops, and
@@ -57,29 +89,107 @@ _HYBRID = {
     "linear_num_value_heads": 6,
     "linear_conv_kernel_dim": 4,
 }
+_LAYOUTS = {
+    "equal heads": {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
+    "one key head": {"linear_num_key_heads": 1, "linear_num_value_heads": 4},
+    "wide keys": {"linear_key_head_dim": 14, "linear_value_head_dim": 6},
+}
+_OLMO_HEADS = {  # values are twice as wide as keys, and there are as many heads of either
+    "linear_num_key_heads": 5,
+    "linear_num_value_heads": 5,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 14,
+}
+_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_VISION = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+    },
+    "image_token_id": 58,
+    "video_token_id": 59,
+    "vision_start_token_id": 56,
+    "vision_end_token_id": 57,
+}
 _ROPE_QWEN3_5 = {**_ROPE, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
 
-_WRITES_TO_RESIDUAL = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
+SLIDING_WINDOW = 7  # tokens; prompts and texts are longer
+
+_WRITES_TO_RESIDUAL = ("out_proj.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 def _new_model(family: str) -> tuple[type[PreTrainedModel], transformers.PreTrainedConfig]:
+    """Class and configuration of a family, in its usual layout or, behind a space, in another one."""
+    family, _, layout = family.partition(" ")
+    hybrid = _HYBRID | _LAYOUTS.get(layout, {})
     if family == "qwen3_next":
-        config = transformers.Qwen3NextConfig(**_BASIC, **_HYBRID, rope_parameters=_ROPE, num_experts=0)
+        config = transformers.Qwen3NextConfig(**_BASIC, **hybrid, rope_parameters=_ROPE, num_experts=0)
+        return transformers.Qwen3NextForCausalLM, config
+    if family == "qwen3_next_moe":  # experts in every other layer
+        config = transformers.Qwen3NextConfig(
+            **_BASIC, **hybrid, **_EXPERTS, rope_parameters=_ROPE, decoder_sparse_step=2
+        )
         return transformers.Qwen3NextForCausalLM, config
     if family == "qwen3_5":
-        config = transformers.Qwen3_5TextConfig(**_BASIC, **_HYBRID, rope_parameters=_ROPE_QWEN3_5)
+        config = transformers.Qwen3_5TextConfig(**_BASIC, **hybrid, rope_parameters=_ROPE_QWEN3_5)
         return transformers.Qwen3_5ForCausalLM, config
+    if family == "qwen3_5_moe":
+        config = transformers.Qwen3_5MoeTextConfig(**_BASIC, **hybrid, **_EXPERTS, rope_parameters=_ROPE_QWEN3_5)
+        return transformers.Qwen3_5MoeForCausalLM, config
+    if family == "qwen3_5_vision":
+        text = {**_BASIC, **hybrid, "rope_parameters": _ROPE_QWEN3_5}
+        return transformers.Qwen3_5ForConditionalGeneration, transformers.Qwen3_5Config(text_config=text, **_VISION)
+    if family == "qwen3_5_moe_vision":
+        text = {**_BASIC, **hybrid, **_EXPERTS, "rope_parameters": _ROPE_QWEN3_5}
+        config = transformers.Qwen3_5MoeConfig(text_config=text, **_VISION)
+        return transformers.Qwen3_5MoeForConditionalGeneration, config
+    if family == "olmo_hybrid":  # without rotary positions and with write strengths up to 2, as its checkpoints are
+        rope = _ROPE if layout == "rope" else None
+        config = transformers.OlmoHybridConfig(**_BASIC, **hybrid | _OLMO_HEADS, rope_parameters=rope)
+        return transformers.OlmoHybridForCausalLM, config
+    if family == "lara_mini":
+        hybrid = {
+            **hybrid,
+            "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+        }
+        config = transformers.LaraMiniConfig(**_BASIC, **hybrid, **_EXPERTS, sliding_window=SLIDING_WINDOW)
+        return transformers.LaraMiniForCausalLM, config
+    if family == "mistral":  # attention only, all of it with a window
+        config = transformers.MistralConfig(**_BASIC, num_hidden_layers=2, sliding_window=SLIDING_WINDOW)
+        return transformers.MistralForCausalLM, config
     assert family == "qwen3"
-    return transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**_BASIC, num_hidden_layers=2)
+    sliding = {
+        "use_sliding_window": True,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    config = transformers.Qwen3Config(**_BASIC, num_hidden_layers=2, **(sliding if layout == "sliding" else {}))
+    return transformers.Qwen3ForCausalLM, config
 
 
 @functools.cache
-def plain_model(family: str, seed: int = 0, attention: str = "sdpa", mixing: float = 1.0) -> PreTrainedModel:
+def plain_model(
+    family: str, seed: int = 0, attention: str = "sdpa", mixing: float = 1.0, experts: str = BITWISE_EXPERTS
+) -> PreTrainedModel:
     """A model that nobody compiles or changes: the same object at every call. "qwen3" is the attention-only family."""
     model_class, config = _new_model(family)
-    config._attn_implementation = attention
     model = model_class(config).eval().requires_grad_(False)
+    model.set_attn_implementation(attention)
+    if "moe" in family or family == "lara_mini":
+        model.set_experts_implementation(experts)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
@@ -92,9 +202,11 @@ def plain_model(family: str, seed: int = 0, attention: str = "sdpa", mixing: flo
     return model
 
 
-def fresh_model(family: str, seed: int = 0, attention: str = "sdpa", mixing: float = 1.0) -> PreTrainedModel:
+def fresh_model(
+    family: str, seed: int = 0, attention: str = "sdpa", mixing: float = 1.0, experts: str = BITWISE_EXPERTS
+) -> PreTrainedModel:
     """A copy of the plain model, to compile."""
-    return copy.deepcopy(plain_model(family, seed, attention, mixing))
+    return copy.deepcopy(plain_model(family, seed, attention, mixing, experts))
 
 
 @functools.cache
@@ -109,11 +221,13 @@ def noisy_copy(model: PreTrainedModel, noise: float, seed: int = 0) -> PreTraine
 
 
 @functools.cache
-def attention_only_draft(target: PreTrainedModel, seed: int = 1, mixing: float = 1.0) -> PreTrainedModel:
-    """A model without GDN layers that shares the target's embeddings."""
-    draft = fresh_model("qwen3", seed, mixing=mixing)
-    draft.model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
-    draft.lm_head.weight.copy_(target.lm_head.weight)
+def draft_with_embeddings_of(
+    target: PreTrainedModel, family: str = "qwen3", seed: int = 1, mixing: float = 1.0
+) -> PreTrainedModel:
+    """A model of another kind, by default without GDN layers, that shares the target's embeddings."""
+    draft = fresh_model(family, seed, mixing=mixing)
+    draft.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
+    draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight)
     return draft
 
 
@@ -157,13 +271,20 @@ def committed_state(layer: StateLayer) -> Tensor:
     return state
 
 
+def _visible_columns(layer: KeyValueLayer, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """A row's columns that a plain cache would still have: of a window all but the place of the next token."""
+    if layer.is_sliding:
+        start = max(start, stop - (SLIDING_WINDOW - 1))
+    return layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone()
+
+
 def committed_stores(cache: TreeCache, row: int, start: int) -> Stores:
     """What a cache of ours has committed for a row whose first `start` columns are pads."""
     stop = int(cache.lengths[row])
     return [
         (committed_state(layer)[row], layer.window[row].clone())
         if isinstance(layer, StateLayer)
-        else (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
+        else _visible_columns(layer, row, start, stop)
         for layer in cache.layers
     ]
 
@@ -195,7 +316,9 @@ class TokenByToken:
 
     def _feed(self, before: tuple[int, ...], token: int) -> Step:
         cache = copy.deepcopy(self._steps[before].cache) if before else DynamicCache(config=self._model.config)
-        output = self._model(torch.tensor([[token]]), use_cache=True, **{self._keyword: cache})
+        # the position by itself: a vision model remembers an offset of its last prompt
+        position = torch.tensor([[len(before)]])
+        output = self._model(torch.tensor([[token]]), position_ids=position, use_cache=True, **{self._keyword: cache})
         stores = [
             (layer.recurrent_states[0][0], layer.conv_states[0][0])
             if hasattr(layer, "recurrent_states")
@@ -222,31 +345,3 @@ def assert_stores_equal_plain_run(
             assert ours.shape == plain.shape
             error = relative_error(ours, plain)
             assert error <= STORES_FLOAT32, f"row {row}, layer {layer}, store {store}: {error:.1e}"
-
-
-def tiny_vision_model(seed: int = 0) -> PreTrainedModel:
-    """Qwen3.5 inside its vision-language class, with one vision layer."""
-    config = transformers.Qwen3_5Config(
-        text_config={**_BASIC, **_HYBRID, "rope_parameters": _ROPE_QWEN3_5},
-        vision_config={
-            "depth": 1,
-            "hidden_size": 16,
-            "intermediate_size": 20,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 16,
-        },
-        image_token_id=58,
-        video_token_id=59,
-        vision_start_token_id=56,
-        vision_end_token_id=57,
-    )
-    model = transformers.Qwen3_5ForConditionalGeneration(config).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model

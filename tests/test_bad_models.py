@@ -116,9 +116,9 @@ COMPILES: list[tuple[str, Callable[[], Any], str, type[Exception]]] = [
         ValueError,
     ),
     (
-        "a layer with a sliding window",
+        "a sliding window in a model that has none",
         sliding_target,
-        "layer 3 caches a DynamicSlidingWindowLayer.*supports Gated DeltaNet and full attention.*without a drafter",
+        "layer 3 of Qwen3NextForCausalLM is to have a sliding window.*set that layer's kind in config.layer_types",
         ValueError,
     ),
     *(

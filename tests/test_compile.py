@@ -33,14 +33,14 @@ from api_models import (
     noisy_draft,
     plain_text,
 )
-from models import FAMILIES, fresh_model, plain_model
+from models import INTERFACE_FAMILIES, fresh_model, plain_model
 from treewy.passes import find_gdn_layers, redirect_gdn_layers
 from treewy.testing import perfect
 
 NEW = 14
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=INTERFACE_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import treewy
-from models import FAMILIES, VOCAB_SIZE, fresh_model, plain_model, random_tokens
+from models import ATTENTION_ONLY, INTERFACE_FAMILIES, VOCAB_SIZE, fresh_model, plain_model, random_tokens
 from treewy import AssistantDrafter, Drafter, DraftTree, PromptLookupDrafter
 
-DRAFTS = ("qwen3_next", "qwen3_5", "qwen3")  # two hybrids and a model with attention only
+DRAFTS = INTERFACE_FAMILIES + ATTENTION_ONLY
 SHAPES = ((1, 1, 1), (2, 2), (3, 1, 2))
 
 
@@ -301,7 +301,7 @@ def test_the_target_may_go_on_with_what_the_drafter_held_back() -> None:
         assert tree.token_ids[row, : tree.num_nodes[row]].tolist() == confident_chain(model, text, 4, 0.6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", INTERFACE_FAMILIES)
 def test_rows_of_a_batch_may_end_at_different_times_with_a_confident_draft_model(family: str) -> None:
     plain, model = (confident_model(family, 0.6, 4) for _ in range(2))
     treewy.compile(model)

@@ -17,15 +17,17 @@ from transformers import PreTrainedModel
 
 import oracle
 from models import (
+    ATTENTION_ONLY,
     FAMILIES,
     POLICIES,
     PREDICTABLE,
+    VARIANTS,
     VOCAB_SIZE,
     Stores,
     assert_stores_equal_plain_run,
-    attention_only_draft,
     committed_state,
     committed_stores,
+    draft_with_embeddings_of,
     left_padded,
     new_tokens,
     noisy_copy,
@@ -155,7 +157,7 @@ def test_stores_equal_a_token_by_token_run_after_every_round(family: str, make_n
 
 
 @pytest.mark.parametrize("make_nodes", POLICIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + VARIANTS + ATTENTION_ONLY)
 def test_stores_follow_for_forty_tokens_of_rows_that_accept_differently(family: str, make_nodes: MakeNodes) -> None:
     model = plain_model(family)
     after_round = StoresFollow(model, MIXED.lengths, num_pads=2)
@@ -236,7 +238,7 @@ def test_states_equal_a_float64_recurrence_over_what_was_accepted(family: str, m
 def test_stores_of_the_draft_model_follow_what_was_emitted(kind: str, shape: tuple[int, ...]) -> None:
     mixing = 1.0 if kind == "GDN" else PREDICTABLE
     target = plain_model("qwen3_next", mixing=mixing)
-    draft = noisy_copy(target, 0.05) if kind == "GDN" else attention_only_draft(target, mixing=mixing)
+    draft = noisy_copy(target, 0.05) if kind == "GDN" else draft_with_embeddings_of(target, mixing=mixing)
     drafter = AssistantDrafter(draft, shape)
     lengths = [4, 1, 9]
     prompt, mask = left_padded(lengths, seed=3)
@@ -287,7 +289,14 @@ class History:
 
 
 @st.composite
-def histories(draw: st.DrawFn, *, max_rounds: int = 3, padding: bool = True, min_batch: int = 1) -> History:
+def histories(
+    draw: st.DrawFn,
+    *,
+    families: Sequence[str] = FAMILIES,
+    max_rounds: int = 3,
+    padding: bool = True,
+    min_batch: int = 1,
+) -> History:
     batch = draw(st.integers(min_batch, 3))
     rounds = []
     for _ in range(draw(st.integers(1, max_rounds))):
@@ -298,7 +307,7 @@ def histories(draw: st.DrawFn, *, max_rounds: int = 3, padding: bool = True, min
     return History(
         lengths=tuple(draw(st.integers(1, 6)) for _ in range(batch)),
         rounds=tuple(rounds),
-        family=draw(st.sampled_from(FAMILIES)),
+        family=draw(st.sampled_from(families)),
         attention=draw(st.sampled_from(["sdpa", "eager"])),
         seed=draw(st.integers(0, 2**30)),
     )
@@ -354,9 +363,10 @@ def assert_close_stores(actual: list[Stores], expected: list[Stores]) -> None:
 
 
 @pytest.mark.parametrize("make_nodes", POLICIES)
-def test_committing_any_node_of_any_tree_equals_its_path_token_by_token(make_nodes: MakeNodes) -> None:
-    @settings(few, max_examples=40)
-    @given(histories())
+@pytest.mark.parametrize("family", FAMILIES + VARIANTS + ATTENTION_ONLY)
+def test_committing_any_node_of_any_tree_equals_its_path_token_by_token(family: str, make_nodes: MakeNodes) -> None:
+    @few
+    @given(histories(families=[family]))
     def check(history: History) -> None:
         replay = Replay(history, make_nodes)
         for number in range(len(history.rounds)):
@@ -369,9 +379,10 @@ def test_committing_any_node_of_any_tree_equals_its_path_token_by_token(make_nod
 
 
 @pytest.mark.parametrize("make_nodes", POLICIES)
-def test_logits_of_each_node_equal_a_plain_run_of_its_path(make_nodes: MakeNodes) -> None:
-    @few
-    @given(histories(max_rounds=2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_each_node_equal_a_plain_run_of_its_path(family: str, make_nodes: MakeNodes) -> None:
+    @settings(few, max_examples=8)
+    @given(histories(families=[family], max_rounds=2))
     def check(history: History) -> None:
         replay = Replay(history, make_nodes)
         for number in range(len(history.rounds)):

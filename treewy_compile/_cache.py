@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from treewy._nodes import Nodes
 from treewy.ops import ancestor_mask, depths, path_to_node, tree_conv
@@ -133,13 +133,18 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class KeyValueLayer(DynamicLayer):  # type: ignore[misc]
-    """Attention keys and values of one layer: ``keys[b, :, :lengths[b]]`` is committed, what follows is scratch."""
+    """Attention keys and values of one layer: ``keys[b, :, :lengths[b]]`` is committed, what follows is scratch.
+
+    A layer with a sliding window keeps all columns too: rows advance by different numbers of tokens, so the window is
+    left to the mask.
+    """
 
     keys: Tensor  # [B, HKV, columns, D]
     values: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, is_sliding: bool) -> None:
         super().__init__()
+        self.is_sliding = is_sliding  # where Hugging Face looks for the layer that its sliding mask is for
         self.forward: TreeForward | None = None
 
     def begin(self, forward: TreeForward) -> None:
@@ -195,7 +200,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         make_nodes: How the nodes of a GDN layer are kept: the commit policy.
 
     Raises:
-        ValueError: If a layer is neither Gated DeltaNet nor full attention.
+        ValueError: If a layer is neither Gated DeltaNet nor attention, full or with a sliding window.
     """
 
     def __init__(
@@ -205,13 +210,18 @@ class TreeCache(Cache):  # type: ignore[misc]
         layers: list[StateLayer | KeyValueLayer] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if index in key_heads and type(layer) is LinearAttentionLayer:
+                if len(layer.conv_states) > 1:
+                    raise ValueError(
+                        f"layer {index} keeps {len(layer.conv_states)} convolution states, of which treewy knows one; "
+                        "generate without a drafter"
+                    )
                 layers.append(StateLayer(key_heads[index], make_nodes))
-            elif type(layer) is DynamicLayer:
-                layers.append(KeyValueLayer())
+            elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+                layers.append(KeyValueLayer(layer.is_sliding))
             else:
                 raise ValueError(
                     f"layer {index} caches a {type(layer).__name__}, which treewy does not support; it supports Gated "
-                    "DeltaNet and full attention layers, so generate without a drafter"
+                    "DeltaNet and attention layers, full or with a sliding window, so generate without a drafter"
                 )
         super().__init__(layers=layers)
         self._config = config
@@ -266,6 +276,20 @@ class TreeCache(Cache):  # type: ignore[misc]
         columns = self.lengths[:, None] + torch.arange(forward.parents.shape[1], device=self.lengths.device)
         mask.scatter_(2, columns[:, None].expand(-1, forward.num_new, -1), ancestors | itself)
         return mask[:, None]
+
+    def within_window(self, forward: TreeForward, window: int) -> Tensor:
+        """Return which columns [B, 1, N, columns] hold one of the last ``window`` tokens of each new node's own text.
+
+        Hugging Face counts pads and tokens, so a committed column counts as its index. A node counts by its depth:
+        siblings and cousins lie between the columns of a path but not in its text.
+        """
+        place_of_node = self.lengths[:, None] + depths(forward.parents).clamp(min=0)
+        width = forward.columns_used + forward.parents.shape[1]
+        index = torch.arange(width, device=self.lengths.device)
+        place = index.repeat(len(self.lengths), 1)
+        columns = self.lengths[:, None] + index[: forward.parents.shape[1]]
+        place.scatter_(1, columns, place_of_node)
+        return (place[:, None] > place_of_node[:, forward.num_known :, None] - window)[:, None]
 
     def node_positions(self, forward: TreeForward) -> Tensor:
         """Return the position [..., B, N] of each new node, which is neither its index nor its column."""

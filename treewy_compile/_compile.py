@@ -5,7 +5,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from treewy._draft_tree import DraftTree, parents_of_shape
 from treewy._generate import COMMIT_POLICIES, CompiledGenerate, CompileOptions
@@ -171,13 +172,17 @@ def _compile_model(model: PreTrainedModel, options: CompileOptions) -> PreTraine
         raise TypeError(f"the decorated function returned a {type(model).__name__}, not a transformers model")
     config = model.config.get_text_config(decoder=True)
     layers = find_gdn_layers(model)
-    wanted = [i for i, kind in enumerate(getattr(config, "layer_types", None) or []) if kind == "linear_attention"]
+    stores = DynamicCache(config=config).layers
+    wanted = [index for index, layer in enumerate(stores) if isinstance(layer, LinearAttentionLayer)]
     missed = sorted(set(wanted) - {layer.layer_idx for layer in layers})
     if not layers or missed:
         what = f"layers {missed} of {type(model).__name__}" if missed else type(model).__name__
+        remedy = (
+            "generate without a drafter" if missed else "a model of attention alone needs no compiling to be assisted"
+        )
         raise ValueError(
             f"no Gated DeltaNet rule that treewy knows in {what} (model type {config.model_type!r}); it supports "
-            "hybrids such as Qwen3.5 and Qwen3-Next; attention-only models need no compiling for assisted generation"
+            f"hybrids such as Qwen3.5 and Qwen3-Next; {remedy}"
         )
     Session(model)  # refuses layers that have no store of ours, and attention that takes no mask
     if isinstance(vars(model).get("generate"), CompiledGenerate):

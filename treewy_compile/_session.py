@@ -8,11 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treewy._cache import TreeCache
+from treewy._masks import refuse_unmaskable, tree_mask
 from treewy._nodes import Nodes, WyNodes
 from treewy.ops import PADDING
 from treewy.passes import find_gdn_layers, redirect_gdn_layers
-
-_MASKED_ATTENTION = ("eager", "sdpa")  # implementations that take a mask [B, 1, N, columns]
 
 
 class Session:
@@ -89,21 +88,18 @@ class Session:
             )
         forward = self.cache.begin(both, token_ids.shape[1])
         try:
-            mask = self.cache.attention_mask(forward)
-            if self._text_config._attn_implementation == "eager":
-                mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill(
-                    ~mask, torch.finfo(self.model.dtype).min
-                )
-            redirected = {"treewy_call": forward} if self._gdn_layers else {}
+            more: dict[str, object] = {"treewy_call": forward} if self._gdn_layers else {}
+            if getattr(self._text_config, "output_router_logits", False):
+                more["output_router_logits"] = False  # a training loss over the experts, which reads a mask of tokens
             with redirect_gdn_layers(self._gdn_layers):
                 logits: Tensor = self.model(
                     input_ids=token_ids,
-                    attention_mask=mask,
+                    attention_mask=tree_mask(self.cache, forward, self._text_config, self.model.dtype),
                     position_ids=self.cache.node_positions(forward),
                     use_cache=True,
                     return_dict=True,
                     **{self.cache_keyword: self.cache},
-                    **redirected,
+                    **more,
                 ).logits
         finally:
             self.cache.end()
@@ -119,11 +115,7 @@ class Session:
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
-    if config._attn_implementation not in _MASKED_ATTENTION:
-        raise ValueError(
-            f"attention implementation {config._attn_implementation!r} cannot take a tree's mask; "
-            f"call model.set_attn_implementation('sdpa') (supported: {', '.join(_MASKED_ATTENTION)})"
-        )
+    refuse_unmaskable(model, config)
     if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{type(model).__name__} is not a decoder that takes position_ids, which the nodes of a tree need; use "
