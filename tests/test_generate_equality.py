@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import treewy
 from models import (
+    ATTENTION_ONLY,
     BITWISE_EXPERTS,
     EXPERTS,
     FAMILIES,
@@ -141,7 +142,8 @@ def draw_noisy_assistant(shapes: list[tuple[int, ...] | None]) -> Draw:
 def draw_attention_only_assistant(
     rng: random.Random, model: PreTrainedModel, continuations: list[list[int]]
 ) -> Arguments:
-    return with_shape(draft_with_embeddings_of(model, mixing=PREDICTABLE), rng, CHAINS + TREES)
+    draft = draft_with_embeddings_of(model, rng.choice(ATTENTION_ONLY), mixing=PREDICTABLE)
+    return with_shape(draft, rng, CHAINS + TREES)
 
 
 def draw_other_gdn_assistant(rng: random.Random, model: PreTrainedModel, continuations: list[list[int]]) -> Arguments:
