@@ -301,31 +301,6 @@ def test_rows_that_end_early_stay_as_they_are(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_snapshots_give_the_same_tokens_in_the_same_rounds(family: str, attention: str) -> None:
-    target = plain_model(family, attention=attention)
-    prompt, mask = left_padded([6, 13, 1], seed=4)
-    expected = greedy(target, prompt, mask, 20)
-    draft = noisy_copy(target, 0.05)
-    for shape in ((1, 1, 1, 1), (3, 2, 1)):
-        results = [
-            speculative(
-                compiled_model(family, attention=attention, commit=commit),
-                prompt,
-                mask,
-                max_new_tokens=20,
-                assistant_model=draft,
-                draft_tree=shape,
-            )
-            for commit in ("immediate", "snapshots")
-        ]
-        for output in results:
-            assert output.sequences.tolist() == expected.tolist()
-        assert results[0].speculation.rounds == results[1].speculation.rounds < 20
-        assert results[0].speculation.state_bytes < results[1].speculation.state_bytes
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_model_remembers_nothing_of_its_last_text(family: str) -> None:
     model = treewy.compile(fresh_model(family))
     plain = plain_model(family)
