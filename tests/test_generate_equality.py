@@ -264,6 +264,7 @@ def test_no_more_tokens_than_asked_for_when_the_draft_is_longer(family: str, acc
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_ends_at_any_token_declared_as_end_of_sequence(family: str) -> None:
+    """Case G27: transformers#47912, transformers#47195, transformers#46790. Text ran past its end or its length."""
     model = plain_model(family)
     prompt, mask = left_padded([4], seed=2)
     continuations = new_tokens(model, prompt, mask, 24)
