@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+import oracle
 import treewy
 from api_models import PROMPT, ProcessorRecorder, knowing, noisy_draft
 from contract import NEW, THREE, THREE_MASK
-from models import PREDICTABLE, fresh_model, plain_model
+from models import PREDICTABLE, fresh_model, plain_model, random_tokens
+from treewy import AssistantDrafter, DraftTree
 from treewy._generate import COMMIT_POLICIES
 from treewy.testing import NOTHING, Proposal, always_wrong, chain, perfect, tree
 
@@ -24,10 +27,11 @@ greedy_or_sampled = pytest.mark.parametrize("way", [{"do_sample": False}, {"do_s
 
 FAMILY = "qwen3_next"  # where the family does not matter
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
-ROWS = {
-    "one row": {"inputs": PROMPT},
-    "three rows": {"inputs": THREE, "attention_mask": THREE_MASK, "pad_token_id": 0},
-}
+LOOPING = PREDICTABLE / 2  # of models that like to repeat themselves at once
+ONE_ROW = random_tokens(1, 9, seed=11)
+THREE_ROWS = torch.cat([random_tokens(1, 9, seed=seed) for seed in (2, 11, 3)])
+PROMPTS = pytest.mark.parametrize("prompt", [ONE_ROW, THREE_ROWS], ids=["one row", "three rows"])
+PADDED = {"inputs": THREE, "attention_mask": THREE_MASK, "pad_token_id": 0}
 TREES = (  # right through a second child, right throughout, right nowhere, right through a first child and then wrong
     tree((2, 2), (0, 2, 6)),
     tree((3, 1, 2), (0, 2, 5, 9)),
@@ -51,45 +55,71 @@ def plain_text(model: PreTrainedModel, number: int, **options: Any) -> Tensor:
 # --- G16. Processors and rejected drafts
 
 
+def penalties() -> LogitsProcessorList:
+    return LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2)])
+
+
+def penalties_without_the_round(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """What an engine would do that shows a processor the text before a round, for each node of the round."""
+    of_the_round = (input_ids.shape[1] - ONE_ROW.shape[1]) % 3
+    processed: Tensor = penalties()(input_ids[:, : input_ids.shape[1] - of_the_round], scores)
+    return processed
+
+
 @every_policy
 @greedy_or_sampled
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@PROMPTS
 def test_penalties_see_the_path_of_each_node_and_no_rejected_one(
-    commit: str, way: dict[str, Any], rows: dict[str, Any]
+    commit: str, way: dict[str, Any], prompt: Tensor
 ) -> None:
     """Case G16: vmlx-swift#357. Rejected drafts were recorded in the penalties' memory."""
-    plain = plain_model(FAMILY, mixing=PREDICTABLE)  # loops, so that there is something to penalise
-    text = plain_text(plain, NEW + 8, **PENALTIES, **rows)
-    assert not torch.equal(text, plain_text(plain, NEW + 8, **rows))
+    plain = plain_model(FAMILY, mixing=LOOPING)
+    text = plain_text(plain, NEW + 8, inputs=prompt, **PENALTIES)
+    for wrong in (LogitsProcessorList(), LogitsProcessorList([penalties_without_the_round])):
+        other = plain_text(plain, NEW, inputs=prompt, logits_processor=wrong)
+        assert (other != text[:, :-8]).any(dim=1).all()
     for script in (TREES, (always_wrong(5),), (chain(5, 2), perfect(4))):
-        drafter = knowing(text, rows["inputs"], script)
-        actual = compiled(FAMILY, commit, PREDICTABLE).generate(
-            max_new_tokens=NEW, drafter=drafter, **PENALTIES, **rows, **way
+        drafter = knowing(text, prompt, script)
+        actual = compiled(FAMILY, commit, LOOPING).generate(
+            prompt, max_new_tokens=NEW, drafter=drafter, **PENALTIES, **way
         )
         assert torch.equal(actual, text[:, :-8])
         drafter.assert_followed()
 
 
-@greedy_or_sampled
+class RecordingDrafter(AssistantDrafter):
+    """Keep what was proposed, and for what text."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.proposed: list[tuple[Tensor, Tensor, DraftTree]] = []
+
+    def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+        tree = super().propose(input_ids, lengths)
+        self.proposed.append((input_ids, lengths, tree))
+        return tree
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 1)], ids=str)
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_drafts_are_penalised_by_their_own_path(
-    family: str, way: dict[str, Any], shape: tuple[int, ...], rows: dict[str, Any]
-) -> None:
-    """Case G16: vmlx-swift#357. A model that drafts for itself is always right, if target and draft both see at each
-    node the text of that node."""
-    plain = plain_model(family, mixing=PREDICTABLE)
-    output = compiled(family, "immediate", PREDICTABLE).generate(
-        max_new_tokens=NEW,
-        assistant_model=plain,
-        draft_tree=shape,
-        return_dict_in_generate=True,
-        **PENALTIES,
-        **rows,
-        **way,
+@PROMPTS
+def test_drafts_are_penalised_by_the_path_of_each_node(family: str, shape: tuple[int, ...], prompt: Tensor) -> None:
+    """Case G16: vmlx-swift#357. The children of each node are what the draft model finds best behind penalties that see
+    the node's own text. A model that drafts for itself so is always right."""
+    plain = plain_model(family, mixing=LOOPING)
+    drafter = RecordingDrafter(plain, shape)
+    output = compiled(family, "immediate", LOOPING).generate(
+        prompt, max_new_tokens=NEW, drafter=drafter, do_sample=False, return_dict_in_generate=True, **PENALTIES
     )
-    assert torch.equal(output.sequences, plain_text(plain, NEW, **PENALTIES, **rows))
+    assert torch.equal(output.sequences, plain_text(plain, NEW, inputs=prompt, **PENALTIES))
     assert output.speculation.acceptance_by_depth == (1.0, 1.0, 1.0)
+    for input_ids, lengths, proposed in drafter.proposed[:2]:
+        for row, length in enumerate(lengths.tolist()):
+            parents, token_ids = proposed.parents[row].tolist(), proposed.token_ids[row]
+            for node in {*parents}:
+                text = torch.cat([input_ids[row, :length], token_ids[oracle.path(parents, node)]])[None]
+                children = [child for child, parent in enumerate(parents) if parent == node]
+                best = penalties()(text, plain(text).logits[:, -1]).topk(len(children)).indices[0]
+                assert torch.equal(token_ids[children], best), (row, node)
 
 
 @greedy_or_sampled
@@ -156,7 +186,7 @@ def test_text_ends_at_each_greedy_token_that_is_declared_its_end(
 def test_sampled_rows_end_each_at_its_own_end(script: tuple[Proposal, ...]) -> None:
     """Case G27: transformers#47912, transformers#47195, transformers#46790, in a batch, whose rows end at different
     times."""
-    rows, plain = ROWS["three rows"], plain_model(FAMILY)
+    rows, plain = PADDED, plain_model(FAMILY)
     known = plain_text(plain, NEW + 8, **rows)
     new = known[:, THREE.shape[1] :]
     for eos in (None, *new[:, :2].flatten().tolist(), new[0, -20:].tolist()):

@@ -222,7 +222,9 @@ def test_a_users_pass_and_the_cache_of_compiled_graphs_do_not_notice_treewy(tmp_
     the cache miss. A process without treewy fills the cache here, and one with treewy finds it warm."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        ),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
     }
     printed = []
