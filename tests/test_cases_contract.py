@@ -78,7 +78,7 @@ def test_penalties_see_the_path_of_each_node_and_no_rejected_one(
     for wrong in (LogitsProcessorList(), LogitsProcessorList([penalties_without_the_round])):
         other = plain_text(plain, NEW, inputs=prompt, logits_processor=wrong)
         assert (other != text[:, :-8]).any(dim=1).all()
-    for script in (TREES, (always_wrong(5),), (chain(5, 2), perfect(4))):
+    for script in (TREES, (always_wrong(3), chain(5, 2), perfect(4))):
         drafter = knowing(text, prompt, script)
         actual = compiled(FAMILY, commit, LOOPING).generate(
             prompt, max_new_tokens=NEW, drafter=drafter, **PENALTIES, **way

@@ -60,7 +60,6 @@ def test_a_second_call_is_that_of_a_fresh_model(commit: str) -> None:
         (PROMPT, 4, {}),
         (random_tokens(1, 17, seed=6), 12, {}),  # other and longer
         (THREE, 6, {"attention_mask": THREE_MASK, "pad_token_id": 0}),  # of another number of rows
-        (PROMPT, 4, {}),
     ]
     for drafter in (AssistantDrafter(noisy_copy(plain, 0.05), (2, 1)), PromptLookupDrafter(3)):
         for prompt, number, options in calls:
@@ -151,8 +150,10 @@ def test_a_model_of_the_class_may_be_traced_while_another_one_speculates(redirec
 # --- F33. Patches
 
 
-@every_policy
-@pytest.mark.parametrize("where", ["nowhere", "target", "assistant"])
+@pytest.mark.parametrize(
+    ("commit", "where"),
+    [*((commit, "nowhere") for commit in COMMIT_POLICIES), ("immediate", "target"), ("immediate", "assistant")],
+)
 def test_the_assistant_of_the_targets_class_and_the_target_itself_stay_as_they_were(
     family: str, commit: str, where: str
 ) -> None:
