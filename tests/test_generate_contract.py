@@ -27,6 +27,8 @@ from api_models import (
 )
 from contract import DRAFTING, NEW, THREE, Drafting, compiled, longer_text, speculate, stats_of
 from models import VOCAB_SIZE, fresh_model, plain_model, random_tokens
+from treewy import AssistantDrafter, DraftTree
+from treewy.ops import depths
 from treewy.testing import NOTHING, Proposal, ScriptedDrafter, chain, perfect
 
 # Streamers.
@@ -389,6 +391,23 @@ def test_a_draft_is_cut_to_the_room_that_is_left() -> None:
     model = treewy.compile(fresh_model("qwen3_next"), max_cache_len=PROMPT.shape[1] + NEW)
     output = speculate(model, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain_text(plain_model("qwen3_next"), PROMPT, NEW))
+
+
+def test_no_token_is_drafted_that_there_is_no_room_for() -> None:
+    """It would cost the draft model a forward. The last token of a round is the target's own."""
+    drafted: list[tuple[int, int]] = []  # length of the text and depth of the tree, in each round
+
+    class Measured(AssistantDrafter):
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+            tree = super().propose(input_ids, lengths)
+            drafted.append((int(lengths.max()), int((depths(tree.parents) + 1).amax()) if tree.parents.numel() else 0))
+            return tree
+
+    for widths in ((1, 1, 1, 1), (2, 2, 1)):
+        speculate(compiled(), drafter=Measured(noisy_draft("qwen3_next"), widths))
+    longest = PROMPT.shape[1] + NEW
+    assert all(length + depth < longest for length, depth in drafted)
+    assert any(length + depth == longest - 1 for length, depth in drafted)  # and none is left out
 
 
 def test_a_hole_in_the_mask_matters(family: str) -> None:

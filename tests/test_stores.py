@@ -5,7 +5,7 @@ the three forgotten. The text may still look right for a while, so the stores th
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -536,6 +536,24 @@ def test_what_is_left_of_rejected_nodes_changes_no_bit(make_nodes: MakeNodes, po
     check()
 
 
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """With deterministic algorithms PyTorch fills memory that nobody has written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("make_nodes", POLICIES)
+def test_nothing_that_was_never_written_is_read(make_nodes: MakeNodes) -> None:
+    model = plain_model("qwen3_next")
+    play_script(model, MIXED, StoresFollow(model, MIXED.lengths, num_pads=0), make_nodes=make_nodes, max_new_tokens=20)
+
+
 @pytest.mark.parametrize("make_nodes", POLICIES)
 def test_each_row_of_a_batch_equals_that_row_alone(make_nodes: MakeNodes) -> None:
     @few
@@ -635,6 +653,19 @@ def test_reordered_rows_go_on_as_the_rows_that_they_were(make_nodes: MakeNodes) 
     replay.commit(1)
     for row, text in enumerate(replay.texts):
         assert_stores_equal_plain_run(replay.session.cache, row, replay.pads[row], text, history.model)
+
+
+def test_reordered_rows_keep_their_positions_on_every_axis() -> None:
+    """Vision models count positions on several axes."""
+    session = Session(plain_model("qwen3_next"))
+    prompt, mask = left_padded([4, 2, 3], seed=1)
+    session.prefill(prompt, mask)
+    session.cache.start_rows(mask, torch.tensor([[10, 20, 30], [11, 21, 31]]))
+    session.cache.reorder_rows(torch.tensor([2, 0, 0]))
+    positions = session.cache.node_positions(session.cache.begin(torch.tensor([[-1, 0, 0]] * 3), 3))
+    session.cache.end()
+    assert positions[0].tolist() == [[30, 31, 31], [10, 11, 11], [10, 11, 11]]
+    assert positions[1].tolist() == [[31, 32, 32], [11, 12, 12], [11, 12, 12]]
 
 
 @pytest.mark.parametrize("make_nodes", POLICIES)
