@@ -21,6 +21,7 @@ from models import (
     FAMILIES,
     POLICIES,
     PREDICTABLE,
+    SLIDING_WINDOW,
     VARIANTS,
     VOCAB_SIZE,
     Stores,
@@ -397,6 +398,21 @@ def test_logits_of_each_node_equal_a_plain_run_of_its_path(family: str, make_nod
             replay.commit(number)
 
     check()
+
+
+@pytest.mark.parametrize("family", [*ATTENTION_ONLY, FAMILIES[-1]])
+def test_in_a_tree_deeper_than_a_sliding_window_each_node_sees_the_window_of_its_own_text(family: str) -> None:
+    depth = SLIDING_WINDOW + 4
+    parents = (-1, *(2 * (level // 2) for level in range(2 * depth)))  # of two siblings the second has children
+    history = History((5, 2), (TreeRound((parents, parents), (2 * depth, 0)),), family)
+    replay = Replay(history)
+    token_ids, _ = replay.tree(0)
+    logits = replay.session.extend(*replay.tree(0))
+    for row, text in enumerate(replay.texts):
+        for node in range(len(parents)):
+            path = oracle.path(list(parents), node)
+            plain = token_by_token(history.model).after(text + token_ids[row, path].tolist())
+            assert relative_error(logits[row, node], plain.logits) <= LOGITS_FLOAT32
 
 
 @pytest.mark.parametrize("make_nodes", POLICIES)
