@@ -10,8 +10,6 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -280,19 +278,6 @@ def drafting_model(vocab_size: int) -> PreTrainedModel:
     return type(plain_model("qwen3"))(config).eval()
 
 
-def sliding_mistral() -> PreTrainedModel:
-    config = MistralConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    return MistralForCausalLM(config).eval()
-
-
 def flash_draft() -> PreTrainedModel:
     model = fresh_model("qwen3")
     model.config._attn_implementation = "flash_attention_2"
@@ -387,11 +372,6 @@ DRAFTERS = [
         "an assistant with a smaller vocabulary",
         assistant(assistant_model=drafting_model(50), draft_tree=(2,)),
         "assistant_model has a vocabulary of 50, the model one of 61; pass an assistant that shares the.*tokenizer",
-    ),
-    Case(
-        "an assistant with a sliding window",
-        assistant(assistant_model=sliding_mistral()),
-        "layer 0 caches a DynamicSlidingWindowLayer.*supports Gated DeltaNet and full attention.*without a drafter",
     ),
     Case(
         "an assistant with flash attention",

@@ -1,6 +1,7 @@
 """`check_equivalence` passes a right engine, refuses what treewy refuses, and gives the model back as it was."""
 
 import copy
+import itertools
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 import treewy
 from api_models import model_snapshot, modeling_globals
-from models import FAMILIES, VOCAB_SIZE, fresh_model, noisy_copy, plain_model, random_tokens
+from models import FAMILIES, MIXTURES, VOCAB_SIZE, fresh_model, noisy_copy, plain_model, random_tokens
 from treewy._generate import COMMIT_POLICIES
 from treewy._snapshots import SnapshotNodes
 from treewy.testing import EquivalenceError, check_equivalence
@@ -18,8 +19,18 @@ from treewy.testing import EquivalenceError, check_equivalence
 NEW = 12
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+# In half precision rounding turns routers of experts, which no bound on rounding covers.
+DENSE = [family for family in FAMILIES if family not in MIXTURES]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *itertools.product(FAMILIES, [torch.float32]),
+        *itertools.product(DENSE, [torch.bfloat16, torch.float16]),
+    ],
+    ids=str,
+)
 def test_a_tiny_model_of_each_family_passes(family: str, dtype: torch.dtype) -> None:
     model = fresh_model(family).to(dtype)
     draft = copy.deepcopy(noisy_copy(plain_model(family), 0.05)).to(dtype)

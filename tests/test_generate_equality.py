@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import treewy
 from models import (
+    ATTENTION_ONLY,
     BITWISE_EXPERTS,
     EXPERTS,
     FAMILIES,
@@ -141,7 +142,8 @@ def draw_noisy_assistant(shapes: list[tuple[int, ...] | None]) -> Draw:
 def draw_attention_only_assistant(
     rng: random.Random, model: PreTrainedModel, continuations: list[list[int]]
 ) -> Arguments:
-    return with_shape(draft_with_embeddings_of(model, mixing=PREDICTABLE), rng, CHAINS + TREES)
+    draft = draft_with_embeddings_of(model, rng.choice(ATTENTION_ONLY), mixing=PREDICTABLE)
+    return with_shape(draft, rng, CHAINS + TREES)
 
 
 def draw_other_gdn_assistant(rng: random.Random, model: PreTrainedModel, continuations: list[list[int]]) -> Arguments:
@@ -153,7 +155,7 @@ def draw_other_gdn_assistant(rng: random.Random, model: PreTrainedModel, continu
 class Kind:
     draw: Draw
     mixing: float = 1.0  # of the target
-    accepts: bool = True  # whether drafts are accepted in some generation
+    accepts: bool = True  # whether drafts are accepted in some generation, not by luck
     more_tokens: int = 0  # so that a text has time to loop
     beyond_end: int = 0  # how much further the drafter knows the text
 
@@ -174,7 +176,7 @@ KINDS = {
     "noisy assistant, chain": Kind(draw_noisy_assistant(CHAINS)),
     "noisy assistant, tree": Kind(draw_noisy_assistant(TREES)),
     "attention-only assistant": Kind(draw_attention_only_assistant, mixing=PREDICTABLE),
-    "attention-only assistant that knows little": Kind(draw_attention_only_assistant),
+    "attention-only assistant that knows little": Kind(draw_attention_only_assistant, accepts=False),
     "GDN assistant of another family": Kind(draw_other_gdn_assistant, mixing=PREDICTABLE),
 }
 

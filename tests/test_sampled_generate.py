@@ -120,7 +120,7 @@ def test_continuations_have_the_distribution_of_plain_sampling(drafter: str) -> 
     "options",
     [
         {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 1},
+        {"no_repeat_ngram_size": 2},
         {"min_p": 0.2, "top_p": 0.8},
         {"typical_p": 0.7, "epsilon_cutoff": 0.1, "suppress_tokens": [2]},
     ],

@@ -164,19 +164,25 @@ class DeferredNodes(WyNodes):
         """Append the accepted path to the ring."""
         assert self._on_trial is not None
         path, length = path_to_node(parents, accepted_node)
-        path = path[:, : int(length.max())]
+        longest = int(length.max())
+        if longest > 0:
+            self._append_(state, path[:, :longest], length)
+        self._commit_window_(window, path, length)
+        self._forget()
+
+    def _append_(self, state: Tensor, path: Tensor, length: Tensor) -> None:
+        assert self._on_trial is not None
         if self._known is None:
             self._known = self._on_trial.empty(_RING_ROWS)
             self._num_known = torch.zeros_like(length)
         full = self._num_known + length > self._known.size
         if bool(full.any()):
             self._fold_(state, full)
-        if path.shape[1] > self._known.size:
-            self._known = self._known.followed_by(self._on_trial.empty(path.shape[1] - self._known.size))
+        missing = path.shape[1] - self._known.size
+        if missing > 0:
+            self._known = self._known.followed_by(self._on_trial.empty(missing))
         self._known.write_(self._num_known, self._on_trial, path, length)
         self._num_known = self._num_known + length
-        self._commit_window_(window, *path_to_node(parents, accepted_node))
-        self._forget()
 
     def materialize_(self, state: Tensor) -> None:
         """Fold the whole ring into the state."""
