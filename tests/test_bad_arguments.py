@@ -230,5 +230,10 @@ def test_a_tree_that_does_not_fit_the_cache_is_refused(commit: str) -> None:
 
 def test_a_text_and_its_trees_may_fill_the_cache_exactly() -> None:
     own = treewy.compile(fresh_model(FAMILY), max_cache_len=PROMPT.shape[1] + NEW)
-    # before the last round all but its tokens are committed: nine columns less one, a root and a draft
-    assert torch.equal(generate(own, drafter=FixedDrafter(DraftTree(ids([3]), ids([-1])))), text())
+    # when two tokens are missing, all but the last of the text is committed, and a root and two drafts fill the rest
+    siblings = DraftTree(ids([3, 4]), ids([-1, -1]))
+    assert torch.equal(generate(own, drafter=FixedDrafter(siblings)), text())
+    with pytest.raises(
+        ValueError, match="20 columns are needed but max_cache_len is 19: the tree's 4 nodes do not fit"
+    ):
+        generate(own, drafter=FixedDrafter(DraftTree(ids([3, 4, 5]), ids([-1, -1, -1]))))

@@ -34,7 +34,7 @@ from api_models import (
     plain_text,
 )
 from models import INTERFACE_FAMILIES, fresh_model, plain_model
-from treewy.passes import find_gdn_layers, redirect_gdn_layers
+from treewy.passes import _anchors, find_gdn_layers, redirect_gdn_layers
 from treewy.testing import perfect
 
 NEW = 14
@@ -340,6 +340,25 @@ def test_redirections_that_overlap_put_the_originals_back_in_any_order() -> None
     second.__exit__(None, None, None)
     assert modeling_globals(plain_model("qwen3_next")) == before
     assert all(torch.equal(*pair) for pair in zip(during, expected, strict=True))
+
+
+def test_redirections_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two threads that begin and end at the same moment could put the originals back too early, or never."""
+
+    class Guarded(dict[str, int]):
+        def __setitem__(self, name: str, count: int) -> None:
+            assert _anchors._lock.locked()
+            super().__setitem__(name, count)
+
+        def __delitem__(self, name: str) -> None:
+            assert _anchors._lock.locked()
+            super().__delitem__(name)
+
+    monkeypatch.setattr(_anchors, "_active", Guarded())
+    layers = find_gdn_layers(plain_model("qwen3_next"))
+    with redirect_gdn_layers(layers), redirect_gdn_layers(layers):
+        assert list(_anchors._active.values()) == [2]
+    assert not _anchors._active
 
 
 def global_state() -> dict[str, Any]:

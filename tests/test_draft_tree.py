@@ -150,6 +150,23 @@ def test_a_tree_cannot_be_changed() -> None:
         tree.token_ids = ids([[2]])  # type: ignore[misc]
 
 
+def test_distributions_are_those_of_the_parents_of_real_nodes_in_their_order() -> None:
+    """Also where a padding node names a parent that no real node has."""
+    parents = torch.tensor([[-1, -1, 1, 0], [-1, 0, 1, 2]])
+    probs = torch.eye(4).expand(2, 4, 4)  # the distribution in row n of draft_probs is certain of token n
+    tree = DraftTree(
+        torch.zeros(2, 4).long(),
+        parents,
+        num_nodes=torch.tensor([3, 4]),
+        draft_probs=probs,
+        sampling="without_replacement",
+    )
+    for row, of_parents in enumerate([{-1: 0, 1: 1}, {-1: 0, 0: 1, 1: 2, 2: 3}]):
+        for parent, expected in of_parents.items():
+            after = tree.probs_after(torch.tensor([row]), torch.tensor([parent]))
+            assert after.argmax(dim=1).tolist() == [expected]
+
+
 def test_distributions_and_sampling_are_kept() -> None:
     probs = torch.full((1, 1, 4), 0.25)
     tree = DraftTree(ids([[1, 2]]), ids([-1, -1]), draft_probs=probs, sampling="without_replacement")

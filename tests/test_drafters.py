@@ -393,6 +393,17 @@ def test_a_second_proposal_for_the_same_text_is_the_first_again(family: str, rou
 
 
 @pytest.mark.parametrize("family", DRAFTS)
+def test_rows_reordered_before_anything_was_emitted_propose_what_their_prompts_call_for(family: str) -> None:
+    model, widths = plain_model(family, seed=1), (2, 1)
+    target = Target([random_tokens(length, seed=length).tolist() for length in (4, 6, 3)])
+    drafter = AssistantDrafter(model, widths)
+    drafter.propose(*target.context())
+    drafter.reorder(torch.tensor([2, 0, 0]))
+    target.texts = [list(target.texts[old]) for old in (2, 0, 0)]
+    assert_proposes_from_scratch(drafter, model, target, widths_to_parents(widths))
+
+
+@pytest.mark.parametrize("family", DRAFTS)
 def test_a_draft_model_is_read_only(family: str) -> None:
     model = fresh_model(family, seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

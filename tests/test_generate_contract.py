@@ -25,8 +25,10 @@ from api_models import (
     noisy_draft,
     plain_text,
 )
-from contract import DRAFTING, NEW, THREE, Drafting, compiled, longer_text, speculate, stats_of
+from contract import DRAFTING, NEW, THREE, THREE_MASK, Drafting, compiled, longer_text, speculate, stats_of
 from models import VOCAB_SIZE, fresh_model, plain_model, random_tokens
+from treewy import AssistantDrafter, DraftTree, PromptLookupDrafter
+from treewy.ops import depths
 from treewy.testing import NOTHING, Proposal, ScriptedDrafter, chain, perfect
 
 # Streamers.
@@ -392,6 +394,40 @@ def test_a_draft_is_cut_to_the_room_that_is_left() -> None:
     model = treewy.compile(fresh_model("qwen3_next"), max_cache_len=PROMPT.shape[1] + NEW)
     output = speculate(model, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain_text(plain_model("qwen3_next"), PROMPT, NEW))
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2, 1)])
+def test_trees_are_as_deep_as_asked_for_and_as_the_row_with_most_room_can_use(widths: tuple[int, ...]) -> None:
+    """Deeper ones would cost the draft model forwards. The last token of a round is the target's own."""
+    prompt = random_tokens(3, 6, seed=5)
+    drafted: list[tuple[int, int, int]] = []  # shortest and longest text and depth of the tree, in each round
+
+    class Measured(AssistantDrafter):
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+            tree = super().propose(input_ids, lengths)
+            depth = int(depths(tree.parents).amax()) + 1 if tree.parents.numel() else 0
+            drafted.append((int(lengths.min()), int(lengths.max()), depth))
+            return tree
+
+    speculate(compiled(), prompt, drafter=Measured(noisy_draft("qwen3_next"), widths))
+    end = prompt.shape[1] + NEW
+    assert [depth for *_, depth in drafted] == [min(len(widths), end - shortest - 1) for shortest, *_ in drafted]
+    assert any(end - longest - 1 < depth < len(widths) for _, longest, depth in drafted)
+
+
+def test_a_drafter_is_shown_the_tokens_of_each_row_without_its_pads() -> None:
+    shown: list[list[list[int]]] = []
+
+    class Watching(PromptLookupDrafter):
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+            shown.append([row[:length] for row, length in zip(input_ids.tolist(), lengths.tolist(), strict=True)])
+            return super().propose(input_ids, lengths)
+
+    output = speculate(compiled(), THREE, attention_mask=THREE_MASK, pad_token_id=0, drafter=Watching(2))
+    for row, pads in enumerate((THREE_MASK == 0).sum(1).tolist()):
+        text = output[row, pads:].tolist()
+        assert all(rows[row] == text[: len(rows[row])] for rows in shown)
+        assert len(shown[0][row]) == THREE.shape[1] - pads + 1
 
 
 def test_a_hole_in_the_mask_matters(family: str) -> None:

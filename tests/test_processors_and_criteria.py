@@ -1,6 +1,7 @@
 """Logits processors and stopping criteria see what they see in plain generation, and do what they do there."""
 
 from collections.abc import Callable, Iterator
+from math import ceil
 from typing import Any
 
 import pytest
@@ -66,6 +67,25 @@ def test_processors_see_what_they_see_in_plain_generation(options: dict[str, Any
     assert torch.equal(output.sequences, expected)
     assert output.speculation.mean_accepted_length > 1
     assert torch.equal(speculate(model, prompt, **options, **DRAFTING["assistant"](expected, prompt)), expected)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_model_that_drafts_for_itself_is_right_behind_processors_too(name: str) -> None:
+    """Its drafts are processed as its choices are, with the same text before them: pads, prompt and drafted path."""
+    options = PROCESSORS[name] | {"attention_mask": THREE_MASK, "pad_token_id": 0}
+    plain = plain_model("qwen3_next", mixing=PREDICTABLE)
+    output = speculate(
+        compiled("qwen3_next", PREDICTABLE),
+        THREE,
+        assistant_model=plain,
+        draft_tree=(1, 1, 1),
+        return_dict_in_generate=True,
+        **options,
+    )
+    new = output.sequences[:, THREE.shape[1] :].tolist()
+    eos = torch.tensor(PROCESSORS[name].get("eos_token_id", [])).flatten().tolist()
+    ends = [next((at + 1 for at, token in enumerate(row) if token in eos), NEW) for row in new]
+    assert output.speculation.rounds == max(ceil((end - 1) / 4) for end in ends)
 
 
 def test_a_repetition_penalty_at_batch_3_without_pads_sees_what_it_sees_in_plain_generation() -> None:
@@ -166,6 +186,10 @@ CRITERIA: dict[str, Callable[[], list[Any]]] = {
     "a length of the user's own class": lambda: [ShorterLength(14)],
     "an end of the user's own class": lambda: [LaterEnd(torch.arange(VOCAB_SIZE))],
     "two sets of end tokens": lambda: [EosTokenCriteria([*range(2, 30, 2)]), EosTokenCriteria([*range(30, 61, 2)])],
+    "likewise, in the other order": lambda: [
+        EosTokenCriteria([*range(30, 61, 2)]),
+        EosTokenCriteria([*range(2, 30, 2)]),
+    ],
 }
 
 

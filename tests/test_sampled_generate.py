@@ -213,6 +213,30 @@ def sample(model: PreTrainedModel, **options: Any) -> Tensor:
     return tokens
 
 
+@pytest.mark.parametrize(
+    ("do_sample", "given", "expected"),
+    [
+        (True, None, "without_replacement"),
+        (False, None, "top"),
+        (True, "top", "top"),
+        (True, "with_replacement", "with_replacement"),
+    ],
+)
+def test_drafts_are_drawn_if_the_target_draws_and_nothing_else_was_asked_for(
+    do_sample: bool, given: Any, expected: str
+) -> None:
+    drafted = set()
+
+    class Recorded(AssistantDrafter):
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+            tree = super().propose(input_ids, lengths)
+            drafted.add(tree.sampling)
+            return tree
+
+    sample(compiled(), do_sample=do_sample, drafter=Recorded(plain_model("qwen3_next"), (2, 1), sampling=given))
+    assert drafted == {expected}
+
+
 def test_with_one_possible_token_sampling_is_greedy(family: str, drafting: Drafting) -> None:
     text = greedy(plain_model(family), THREE, THREE_MASK, NEW + 8)
     sampled = sample(compiled(family), top_k=1, **drafting(text, THREE))

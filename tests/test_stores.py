@@ -5,7 +5,7 @@ the three forgotten. The text may still look right for a while, so the stores th
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -21,6 +21,7 @@ from models import (
     FAMILIES,
     POLICIES,
     PREDICTABLE,
+    SLIDING_WINDOW,
     VARIANTS,
     VOCAB_SIZE,
     Stores,
@@ -399,6 +400,21 @@ def test_logits_of_each_node_equal_a_plain_run_of_its_path(family: str, make_nod
     check()
 
 
+@pytest.mark.parametrize("family", [*ATTENTION_ONLY, FAMILIES[-1]])
+def test_in_a_tree_deeper_than_a_sliding_window_each_node_sees_the_window_of_its_own_text(family: str) -> None:
+    depth = SLIDING_WINDOW + 4
+    parents = (-1, *(2 * (level // 2) for level in range(2 * depth)))  # of two siblings the second has children
+    history = History((5, 2), (TreeRound((parents, parents), (2 * depth, 0)),), family)
+    replay = Replay(history)
+    token_ids, _ = replay.tree(0)
+    logits = replay.session.extend(*replay.tree(0))
+    for row, text in enumerate(replay.texts):
+        for node in range(len(parents)):
+            path = oracle.path(list(parents), node)
+            plain = token_by_token(history.model).after(text + token_ids[row, path].tolist())
+            assert relative_error(logits[row, node], plain.logits) <= LOGITS_FLOAT32
+
+
 @pytest.mark.parametrize("make_nodes", POLICIES)
 def test_verification_leaves_what_is_committed_bit_identical(make_nodes: MakeNodes) -> None:
     @few
@@ -536,6 +552,24 @@ def test_what_is_left_of_rejected_nodes_changes_no_bit(make_nodes: MakeNodes, po
     check()
 
 
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """With deterministic algorithms PyTorch fills memory that nobody has written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("make_nodes", POLICIES)
+def test_nothing_that_was_never_written_is_read(make_nodes: MakeNodes) -> None:
+    model = plain_model("qwen3_next")
+    play_script(model, MIXED, StoresFollow(model, MIXED.lengths, num_pads=0), make_nodes=make_nodes, max_new_tokens=20)
+
+
 @pytest.mark.parametrize("make_nodes", POLICIES)
 def test_each_row_of_a_batch_equals_that_row_alone(make_nodes: MakeNodes) -> None:
     @few
@@ -635,6 +669,19 @@ def test_reordered_rows_go_on_as_the_rows_that_they_were(make_nodes: MakeNodes) 
     replay.commit(1)
     for row, text in enumerate(replay.texts):
         assert_stores_equal_plain_run(replay.session.cache, row, replay.pads[row], text, history.model)
+
+
+def test_reordered_rows_keep_their_positions_on_every_axis() -> None:
+    """Vision models count positions on several axes."""
+    session = Session(plain_model("qwen3_next"))
+    prompt, mask = left_padded([4, 2, 3], seed=1)
+    session.prefill(prompt, mask)
+    session.cache.start_rows(mask, torch.tensor([[10, 20, 30], [11, 21, 31]]))
+    session.cache.reorder_rows(torch.tensor([2, 0, 0]))
+    positions = session.cache.node_positions(session.cache.begin(torch.tensor([[-1, 0, 0]] * 3), 3))
+    session.cache.end()
+    assert positions[0].tolist() == [[30, 31, 31], [10, 11, 11], [10, 11, 11]]
+    assert positions[1].tolist() == [[31, 32, 32], [11, 12, 12], [11, 12, 12]]
 
 
 @pytest.mark.parametrize("make_nodes", POLICIES)

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import treewy
@@ -41,3 +42,22 @@ def test_a_draft_model_whose_vocabulary_is_padded_differently(target: int, draft
         prompt, attention_mask=mask, pad_token_id=0, max_new_tokens=40, temperature=2.0, do_sample=True, drafter=drafter
     )
     assert int(sampled.max()) < target
+
+
+@pytest.mark.parametrize("sampling", ["top", "with_replacement", "without_replacement"])
+def test_a_draft_model_proposes_only_tokens_that_it_has(sampling: str) -> None:
+    """Of a target with a larger vocabulary it knows nothing more."""
+    proposed = []
+
+    class Recorded(treewy.AssistantDrafter):
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> treewy.DraftTree:
+            proposed.append(super().propose(input_ids, lengths))
+            return proposed[-1]
+
+    model = treewy.compile(resized(70))
+    prompt, mask = left_padded([5, 9], seed=1)
+    speculative(model, prompt, mask, max_new_tokens=20, drafter=Recorded(resized(64), (2, 1), sampling=sampling))
+    assert max(int(tree.token_ids.max()) for tree in proposed if tree.token_ids.numel()) < 64
+    for tree in proposed:
+        if tree.draft_probs is not None:
+            assert bool((tree.draft_probs[..., 64:] == 0).all())

@@ -1,0 +1,197 @@
+"""Mistakes around the draft model: its own stores, its distributions, and who else is affected."""
+
+from faults.fault import Fault
+
+_ASSISTANT = "treewy_compile/_assistant.py"
+_ANCHORS = "passes/_anchors.py"
+_DRAFTERS = "tests/test_drafters.py::"
+_PROPOSALS = _DRAFTERS + "test_every_proposal_is_the_one_computed_from_the_text_alone"
+_SAMPLED = "tests/test_sampled_generate.py::"
+_CASES = "tests/test_cases.py::"
+_COMPILE = "tests/test_compile.py::"
+
+DRAFTING = [
+    Fault(
+        "the draft model is fed a token that it has committed",
+        _ASSISTANT,
+        "depths(parents).gather(1, accepted.clamp(min=0)[:, None])[:, 0] + 1",
+        "depths(parents).gather(1, accepted.clamp(min=0)[:, None])[:, 0]",
+        (_PROPOSALS + "[widths0-qwen3_next]",),
+    ),
+    Fault(
+        "the draft model commits the last emitted token",
+        _ASSISTANT,
+        "(after_root < num_emitted[:, None] - 1)",
+        "(after_root < num_emitted[:, None])",
+        (_DRAFTERS + "test_the_target_may_go_on_with_what_the_drafter_held_back",),
+    ),
+    Fault(
+        "the draft model keeps what the target rejected",
+        _ASSISTANT,
+        "agrees = (after_root < 0) | (torch.cat(self._node_tokens, dim=1) == expected)",
+        "agrees = torch.ones_like(after_root, dtype=torch.bool)",
+        (_PROPOSALS + "[widths1-qwen3_next]", _PROPOSALS),
+    ),
+    Fault(
+        "tokens that wait to be fed are no ancestors of the drafts",
+        _ASSISTANT,
+        "torch.where(index < 0, root[:, None], first_draft + index)",
+        "torch.where(index < 0, -1, first_draft + index)",
+        (_PROPOSALS + "[widths1-qwen3_next]", _PROPOSALS),
+    ),
+    Fault(
+        "the draft tree takes its parents among the drafts, waiting tokens not counted",
+        _ASSISTANT,
+        "torch.where(index < 0, root[:, None], first_draft + index)",
+        "torch.where(index < 0, root[:, None], index)",
+        (_PROPOSALS + "[widths1-qwen3_next]", _PROPOSALS),
+    ),
+    Fault(
+        "a chain ends before the token that is not likely enough",
+        _ASSISTANT,
+        "levels.add(chosen, parents, counts_now, probs)",
+        "levels.add(chosen, parents, counts_now & (probs.amax(-1) >= (self._confidence or 0.0)), probs)",
+        (_DRAFTERS + "test_without_a_tree_a_chain_ends_behind_the_first_token_below_the_threshold",),
+    ),
+    Fault(
+        "drafts are drawn before the processors, and said to be drawn behind them",
+        _ASSISTANT,
+        "self._choose(scores, probs, max(ranks) + 1)",
+        "self._choose(above_logits, above_logits.float().softmax(dim=-1), max(ranks) + 1)",
+        (_SAMPLED + "test_continuations_have_the_distribution_of_plain_sampling[another model, with replacement]",),
+    ),
+    Fault(
+        "drafts are not drawn from the generator that was given",
+        _ASSISTANT,
+        "generator = None if self._context is None else self._context.generator",
+        "generator = None",
+        (_SAMPLED + "test_a_generator_gives_the_same_text_again_and_leaves_pytorchs_own_alone[shape0]",),
+    ),
+    Fault(
+        "the draft model drafts the token that only the target may emit",
+        _ASSISTANT,
+        "- min(len(text) for text in texts) - 1)]",
+        "- min(len(text) for text in texts))]",
+        ("tests/test_generate_contract.py::test_trees_are_as_deep_as_asked_for_and_as_the_row_with_most_room_can_use",),
+    ),
+    Fault(
+        "processors with a memory are shown drafts that are rejected",
+        "treewy_compile/_scores.py",
+        "LogitsProcessorList(p for p in self._processors if type(p) in _ROWWISE)",
+        "self._processors",
+        (
+            "tests/test_processors_and_criteria.py::"
+            "test_a_processor_with_a_memory_gets_exactly_the_calls_of_plain_generation[4-None]",
+        ),
+    ),
+    Fault(
+        "drafts are chosen by processors that do not see the pads of a row",
+        _ASSISTANT,
+        "texts = [torch.cat([pads.to(text), text]) for",
+        "texts = [torch.cat([pads.to(text)[:0], text]) for",
+        (
+            "tests/test_processors_and_criteria.py::"
+            "test_a_model_that_drafts_for_itself_is_right_behind_processors_too[begin_suppress_tokens]",
+        ),
+    ),
+    Fault(
+        "drafts for sampling are the most probable tokens",
+        _ASSISTANT,
+        '"without_replacement" if context.do_sample else "top"',
+        '"top"',
+        (_SAMPLED + "test_drafts_are_drawn_if_the_target_draws_and_nothing_else_was_asked_for",),
+    ),
+    Fault(
+        "prompt lookup continues the earliest occurrence",
+        "treewy_compile/_drafters.py",
+        "for start in range(len(tokens) - size - 1, -1, -1):",
+        "for start in range(len(tokens) - size):",
+        (_DRAFTERS + "test_lookup_continues_the_latest_earlier_occurrence_of_the_longest_suffix",),
+    ),
+    Fault(
+        "parents of padding nodes have a row of the draft's distributions",
+        "treewy_compile/_draft_tree.py",
+        "counts.scatter_add_(1, self.parents.clamp(min=-1) + 1, real.long())",
+        "counts.scatter_add_(1, self.parents.clamp(min=-1) + 1, torch.ones_like(self.parents))",
+        ("tests/test_draft_tree.py::test_distributions_are_those_of_the_parents_of_real_nodes_in_their_order",),
+    ),
+    Fault(
+        "a drafter is not reset before a text",
+        "treewy_compile/_generate.py",
+        "drafter.reset()\n",
+        "\n",
+        ("tests/test_bad_drafts.py::test_a_drafter_that_failed_may_be_used_again",),
+    ),
+    Fault(
+        "tokens that only the target has are likely drafts",
+        _ASSISTANT,
+        'value=float("-inf"))',
+        "value=9.0)",
+        ("tests/test_vocabularies.py::test_a_draft_model_proposes_only_tokens_that_it_has",),
+    ),
+    Fault(
+        "a reordered draft model goes on from the logits of the prompt that it had in that place",
+        _ASSISTANT,
+        "self._seen[index], self._prompt_logits[index]",
+        "self._seen[index], self._prompt_logits",
+        (_DRAFTERS + "test_rows_reordered_before_anything_was_emitted_propose_what_their_prompts_call_for",),
+    ),
+    Fault(
+        "the first token of each row is a pad to the draft model",
+        _ASSISTANT,
+        "self._session.prefill(prompt, source >= 0)",
+        "self._session.prefill(prompt, source > 0)",
+        (_PROPOSALS + "[widths0-qwen3_next]",),
+    ),
+    Fault(
+        "the longest row of a batch cuts the drafts of all",
+        _ASSISTANT,
+        "- min(len(text) for text in texts)",
+        "- max(len(text) for text in texts)",
+        ("tests/test_generate_contract.py::test_trees_are_as_deep_as_asked_for_and_as_the_row_with_most_room_can_use",),
+    ),
+    Fault(
+        "drafters are shown pads",
+        "treewy_compile/_rounds.py",
+        "self._real = [row[mask.bool()] for row, mask in rows]",
+        "self._real = [row for row, mask in rows]",
+        ("tests/test_generate_contract.py::test_a_drafter_is_shown_the_tokens_of_each_row_without_its_pads",),
+    ),
+    Fault(
+        "drafters are not told what was emitted",
+        "treewy_compile/_rounds.py",
+        "self._drafter.update(emission.token_ids, emission.num_tokens)",
+        "pass",
+        (_CASES + "test_the_accepted_path_is_committed_wherever_its_nodes_lie[path6-1-qwen3_next]",),
+    ),
+    Fault(
+        "redirections are not undone",
+        _ANCHORS,
+        "_uninstall(sys.modules[name])",
+        "pass",
+        (_COMPILE + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
+    ),
+    Fault(
+        "every overlapping redirection saves the functions of the one before as the originals",
+        _ANCHORS,
+        "if _active[name] == 1:",
+        "if _active[name] >= 1:",
+        (_COMPILE + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
+    ),
+    Fault(
+        "redirections are not counted under the lock",
+        _ANCHORS,
+        "finally:\n        with _lock:",
+        "finally:\n        if True:",
+        (_COMPILE + "test_redirections_are_counted_under_a_lock",),
+    ),
+    Fault(
+        "other models of the class are redirected as well",
+        _ANCHORS,
+        "        if treewy_call is None:\n            return original(*args, **kwargs)\n",
+        "        global _last\n"
+        "        treewy_call = _last = treewy_call or globals().get('_last')\n"
+        "        if treewy_call is None:\n            return original(*args, **kwargs)\n",
+        (_COMPILE + "test_another_model_of_the_class_is_untouched_in_the_middle_of_a_tree_forward",),
+    ),
+]
