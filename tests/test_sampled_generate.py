@@ -291,6 +291,84 @@ def test_several_sequences_a_prompt(drafting_name: str) -> None:
     assert len({tuple(row) for row in sampled.tolist()}) == 6
 
 
+NO_DISTRIBUTION = {
+    "no token left": {"suppress_tokens": list(range(61))},
+    "scores that overflow": {"temperature": 1e-39, "top_k": 0},
+}
+
+
+@pytest.mark.parametrize("name", [*NO_DISTRIBUTION, "logits that are NaN"])
+@pytest.mark.parametrize("penalty", [1.0, 1.2], ids=["all rows at once", "row by row"])
+def test_scores_that_are_no_distribution_raise_as_in_plain_sampling(name: str, penalty: float) -> None:
+    model = compiled()
+    options = {"repetition_penalty": penalty, **NO_DISTRIBUTION.get(name, {})}
+    if name == "logits that are NaN":
+        model = treewy.compile(fresh_model("qwen3_next"))
+        model.lm_head.weight[7] = float("nan")
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        sample(model, **options)
+    with pytest.raises(ValueError, match=r"scores of row 0 are NaN.*look for an overflow"):
+        sample(model, **options, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_draft_model_that_gives_no_numbers_is_named(do_sample: bool) -> None:
+    draft = fresh_model("qwen3_next")
+    draft.lm_head.weight[7] = float("nan")
+    with pytest.raises(ValueError, match=r"draft model Qwen3NextForCausalLM gave logits that are NaN"):
+        sample(compiled(), assistant_model=draft, do_sample=do_sample)
+
+
+def test_drafts_of_a_row_may_have_anything_in_their_padding() -> None:
+    class Padded(DrawingDrafter):
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+            tree = super().propose(input_ids, lengths)
+            parents, token_ids = (torch.nn.functional.pad(x, (0, 1), value=50) for x in (tree.parents, tree.token_ids))
+            return DraftTree(
+                token_ids,
+                parents,
+                num_nodes=tree.num_nodes,
+                draft_probs=tree.draft_probs,
+                sampling=tree.sampling,
+            )
+
+    texts, _ = drawn_texts(lambda: {"drafter": Padded((2, 3), "without_replacement")})
+    assert p_value(texts, expected_texts()) > CHI_SQUARE_P_VALUE
+
+
+def test_an_assistant_inside_another_drafter_remembers_nothing_of_its_last_use() -> None:
+    class Wrapper(Drafter):
+        def __init__(self, drafter: Drafter) -> None:
+            self._drafter = drafter
+
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+            return self._drafter.propose(input_ids, lengths)
+
+        def update(self, token_ids: Tensor, num_tokens: Tensor) -> None:
+            self._drafter.update(token_ids, num_tokens)
+
+        def reset(self) -> None:
+            self._drafter.reset()
+
+    def stats(drafter: Drafter) -> treewy.SpeculationStats:
+        output = compiled().generate(
+            THREE,
+            attention_mask=THREE_MASK,
+            pad_token_id=0,
+            max_new_tokens=NEW,
+            do_sample=False,
+            drafter=drafter,
+            return_dict_in_generate=True,
+        )
+        result: treewy.SpeculationStats = output.speculation
+        return result
+
+    assistant = AssistantDrafter(plain_model("qwen3_next"), (2, 1))
+    fresh = stats(Wrapper(assistant))
+    compiled().generate(THREE[:1], max_new_tokens=4, do_sample=True, drafter=assistant)
+    assert stats(Wrapper(assistant)) == fresh
+
+
 def test_nothing_follows_an_end_of_sequence_token(drafting: Drafting) -> None:
     eos = list(range(2, 14))
     torch.manual_seed(0)

@@ -61,3 +61,10 @@ def test_a_draft_model_proposes_only_tokens_that_it_has(sampling: str) -> None:
     for tree in proposed:
         if tree.draft_probs is not None:
             assert bool((tree.draft_probs[..., 64:] == 0).all())
+
+
+def test_a_tree_wider_than_the_targets_vocabulary_is_refused() -> None:
+    compiled = treewy.compile(copy.deepcopy(resized(64)))
+    prompt, mask = left_padded([5], seed=1)
+    with pytest.raises(ValueError, match=r"a node has 66 children, but the target has only 64 tokens.*narrower tree"):
+        speculative(compiled, prompt, mask, max_new_tokens=4, assistant_model=resized(70), draft_tree=(66,))

@@ -61,6 +61,9 @@ class AssistantDrafter:
         Assisted generation of transformers for the chain; top-w trees as in EAGLE-2 (Li et al., 2024), of fixed shape.
     """
 
+    _context: "DraftingContext | None"
+    _sampling: Sampling
+
     def __init__(
         self,
         draft_model: PreTrainedModel,
@@ -71,9 +74,7 @@ class AssistantDrafter:
         config = draft_model.generation_config
         self._model = draft_model
         self._confidence: float | None = None
-        self._context: DraftingContext | None = None
         self._given_sampling = sampling
-        self._sampling: Sampling = sampling or "top"
         if tree is None:
             if config.num_assistant_tokens_schedule not in (None, "constant"):
                 raise ValueError(
@@ -86,27 +87,37 @@ class AssistantDrafter:
         self._levels = _levels_of(parents_of_shape(tree))
         if sampling not in (None, *get_args(Sampling)):
             raise ValueError(f"sampling {sampling!r} must be None or one of {', '.join(get_args(Sampling))}")
-        widest = max(max(ranks) + 1 for _, ranks in self._levels)
         self._vocab_size = draft_model.config.get_text_config(decoder=True).vocab_size
-        if widest > self._vocab_size:
-            raise ValueError(
-                f"a node has {widest} children, but the draft model has only {self._vocab_size} tokens to offer; draft "
-                "a narrower tree"
-            )
+        self._check_width(self._vocab_size, "draft model")
         self.reset()
         try:
             Session(draft_model)  # refuses unsupported layers now rather than in the first round
         except ValueError as error:
             raise ValueError(f"the draft model {type(draft_model).__name__} cannot draft: {error}") from error
 
+    def _check_width(self, vocab_size: int, whose: str) -> None:
+        widest = max(max(ranks) + 1 for _, ranks in self._levels)
+        if widest > vocab_size:
+            raise ValueError(
+                f"a node has {widest} children, but the {whose} has only {vocab_size} tokens to offer; draft a "
+                "narrower tree"
+            )
+
     def prepare(self, context: "DraftingContext") -> None:
-        """Learn what the drafts are for; ``generate`` calls it before the first round."""
+        """Learn what the drafts are for; ``generate`` calls it after ``reset``.
+
+        Raises:
+            ValueError: If the target has fewer tokens than a node has children.
+        """
+        self._check_width(context.vocab_size, "target")
         self._context = context
         if self._given_sampling is None:
             self._sampling = "without_replacement" if context.do_sample else "top"
 
     def reset(self) -> None:
-        """Forget the previous text."""
+        """Forget the previous text, and what it was for."""
+        self._context = None
+        self._sampling = self._given_sampling or "top"
         self._session: Session | None = None
         self._seen = torch.empty(0, dtype=torch.int64)  # tokens committed to the draft model's stores [B]
         self._pending = torch.empty(0, dtype=torch.int64)  # of the nodes on trial, how many are emitted tokens [B]
@@ -158,6 +169,11 @@ class AssistantDrafter:
 
     def _scores(self, logits: Tensor, texts: list[Tensor], paths: Tensor) -> Tensor:
         """Return the scores [B, n, V] over the target's vocabulary, processed as the target's are."""
+        if bool(logits.isnan().any()):
+            raise ValueError(
+                f"the draft model {type(self._model).__name__} gave logits that are NaN; look for an overflow (half "
+                "precision?), or generate without it"
+            )
         if self._context is None:
             return logits.float()
         missing = self._context.vocab_size - logits.shape[-1]  # of padded vocabularies either may be the larger
@@ -171,8 +187,8 @@ class AssistantDrafter:
             return draw_without_replacement(probs, number, generator)
         if self._sampling == "with_replacement":
             chosen = torch.stack([draw(probs, generator) for _ in range(number)], dim=-1)
-        else:
-            chosen = scores.topk(number, dim=-1).indices
+            return chosen, (probs > 0).any(dim=-1, keepdim=True).expand(chosen.shape)
+        chosen = scores.topk(number, dim=-1).indices
         return chosen, torch.ones_like(chosen, dtype=torch.bool)
 
     def update(self, token_ids: Tensor, num_tokens: Tensor) -> None:

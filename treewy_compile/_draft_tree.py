@@ -31,8 +31,9 @@ class DraftTree:
         draft_probs: Distributions [B, P, V] that the tokens were drawn from, floating, over the target's vocabulary:
             one a parent, in the order of the parents' indices, the last emitted token's (-1) first. Of siblings without
             replacement it is what the first was drawn from. Greedy decoding and "top" do not look at it.
-        sampling: How siblings were chosen: without chance, such as the most probable ones ("top"), or drawn with or
-            without replacement. Siblings stand in the order in which they were drawn.
+        sampling: How siblings were chosen: drawn with or without replacement, in the order in which they stand, or
+            "top", the most probable ones. The rule for "top" is right for tokens chosen in any way, also without
+            ``draft_probs``, but accepts drawn ones less often than their own.
 
     Raises:
         ValueError: If shapes, devices or values do not describe such trees.
@@ -106,7 +107,7 @@ class DraftTree:
         batch, size = self.parents.shape
         real = torch.arange(size, device=self.parents.device) < self.num_nodes[:, None]
         counts = torch.zeros(batch, size + 1, dtype=torch.int64, device=self.parents.device)
-        counts.scatter_add_(1, self.parents.clamp(min=-1) + 1, real.long())
+        counts.scatter_add_(1, torch.where(real, self.parents, -1) + 1, real.long())
         return (counts > 0).cumsum(dim=1) - 1
 
     def probs_after(self, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class DraftTree:
         if self.draft_probs is None:
             raise ValueError(
                 f"sampling {self.sampling!r} needs draft_probs, the distributions that the tokens were drawn from; "
-                "pass them, or sampling='top' if the tokens did not depend on chance"
+                "pass them, or sampling='top', which needs none"
             )
         if self.draft_probs.shape[2] != vocab_size:
             raise ValueError(
@@ -144,7 +145,7 @@ class DraftTree:
         size = self.parents.shape[1]
         index = torch.arange(size, device=self.parents.device)
         real = index < self.num_nodes[:, None]
-        source = self._row_of_parent.gather(1, self.parents.clamp(min=-1) + 1).masked_fill(~real, 0)
+        source = self._row_of_parent.gather(1, torch.where(real, self.parents, -1) + 1).masked_fill(~real, 0)
         if int(source.max()) >= self.draft_probs.shape[1]:
             row = int(source.max(dim=1).values.argmax())
             raise ValueError(
@@ -240,8 +241,8 @@ def _check_draft_probs(draft_probs: Tensor, token_ids: Tensor) -> None:
             f"draft_probs {list(draft_probs.shape)} must be [B, P, V], one distribution a parent, for token_ids "
             f"{list(token_ids.shape)}"
         )
-    if not draft_probs.is_floating_point():
-        raise ValueError(f"draft_probs must be floating, not {draft_probs.dtype}")
+    if draft_probs.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"draft_probs must be floating, of 16 bits or more, not {draft_probs.dtype}")
     if draft_probs.device != token_ids.device:
         raise ValueError(
             f"draft_probs is on {draft_probs.device} but token_ids is on {token_ids.device}; move it with .to()"

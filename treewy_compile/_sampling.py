@@ -14,8 +14,8 @@ is what x_w was drawn from, given x_1 ... x_{w-1}:
 
     with replacement       q_w = q, the draft's distribution
     without replacement    q_w = q without x_1 ... x_{w-1}, normalised
-    top                    q_w = all mass on x_w, since it did not depend on chance: accept with p(x_w), and a rejection
-                           takes x_w out of p
+    top                    q_w = all mass on x_w, however it was chosen: accept with p(x_w), and a rejection takes x_w
+                           out of p
 
 Draws are by an exponential race: of q(x) / e(x), with independent exponential e, the greatest is a draw from q, and the
 w greatest, in order, are w draws without replacement.
@@ -154,6 +154,12 @@ class SampledDecoding(Decoding):
         rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Draw the tokens [R] that follow one node [R] each, and tell which children [R] they are, -1 for none."""
+        if not bool(probs.isfinite().all()):
+            row = int(rows[probs.isfinite().all(dim=-1).logical_not()][0])
+            raise ValueError(
+                f"the scores of row {row} are NaN, infinite, or -inf for every token, so nothing can be sampled; look "
+                "for an overflow in the model's logits (half precision?) and for logits processors that leave no token"
+            )
         is_child = parents == node[:, None]
         width = int(is_child.sum(dim=1).max())
         children = is_child.int().argsort(dim=1, descending=True, stable=True)[:, :width]

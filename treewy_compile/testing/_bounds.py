@@ -72,9 +72,8 @@ class Noise:
     @property
     def tie_bound(self) -> float:
         """Distance of logits under which either of two tokens is as right as the other."""
-        if self.is_exact:
-            return TIE_FLOAT32
-        return TIE_MARGIN * max((difference for _, difference in self.gaps), default=0.0)
+        noise = TIE_MARGIN * max((difference for _, difference in self.gaps), default=0.0)
+        return max(TIE_FLOAT32, noise) if self.is_exact else noise
 
     def expected_ties(self, num_generations: int) -> float:
         """Return at how many of the measured tokens some of so many generations are expected to part.

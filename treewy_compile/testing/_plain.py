@@ -17,9 +17,8 @@ Stores = list[dict[str, Tensor]]
 
 def committed_stores(cache: TreeCache, starts: Sequence[int]) -> list[Stores]:
     """Return what a cache of ours has committed of each row, whose first columns up to ``starts`` are pads."""
-    if hasattr(cache, "materialize"):  # a policy that writes late: read a copy in which everything is written
-        cache = copy.deepcopy(cache)
-        cache.materialize()
+    cache = copy.deepcopy(cache)  # read a copy in which everything is written: a policy may write late
+    cache.materialize()
     return [_stores_of_row(cache, row, start) for row, start in enumerate(starts)]
 
 
