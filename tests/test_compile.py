@@ -243,6 +243,7 @@ def test_forward_of_a_compiled_model_is_bit_equal_before_and_after_speculation(f
 
 
 def test_a_second_prompt_is_not_answered_with_the_first() -> None:
+    """Case F12: transformers#30351. A cache that belonged to the first prompt answered the second."""
     model, plain = treewy.compile(fresh_model("qwen3_next")), plain_model("qwen3_next")
     for prompt, length in ((PROMPT, 6), (PROMPT.flip(1)[:, :5], 20), (BATCH[:, 6:], 12), (PROMPT, 6)):
         assert torch.equal(speculate(model, prompt, length), plain_text(plain, prompt, length))
@@ -301,6 +302,7 @@ def test_another_model_of_the_class_is_untouched_while_a_thread_speculates() -> 
 
 
 def test_the_globals_of_the_modeling_files_are_the_same_objects_after_every_call(family: str) -> None:
+    """Case F33: Liger-Kernel#772. A patch leaked to other models."""
     model = fresh_model(family)
     before = modeling_globals(model)
     treewy.compile(model)
@@ -482,6 +484,7 @@ def test_hooks_that_change_what_a_layer_computes_change_the_text_as_in_plain_gen
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_threads_generate_what_one_thread_does(family: str, shared: bool) -> None:
+    """Case F29: pytorch#118260, pytorch#126024. State of a compiler was global."""
     first = treewy.compile(fresh_model(family), tree=(2, 1))
     second = first if shared else treewy.compile(fresh_model(family, seed=1))
     prompts = (PROMPT, BATCH)

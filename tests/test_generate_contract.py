@@ -59,6 +59,7 @@ def test_a_streamer_is_told_nothing_behind_the_end(max_new_tokens: int, eos_at: 
 
 
 def test_a_batch_ends_where_plain_generation_ends_with_each_greedy_token_as_eos(family: str) -> None:
+    """Case G27: transformers#47912, transformers#47195, transformers#46790. Text ran past its end or its length."""
     known = longer_text(family, BATCH)
     for eos in sorted(set(known[:, BATCH.shape[1] : BATCH.shape[1] + 10].flatten().tolist())):
         expected = plain_text(plain_model(family), BATCH, NEW, eos_token_id=eos)
@@ -70,6 +71,7 @@ def test_a_batch_ends_where_plain_generation_ends_with_each_greedy_token_as_eos(
 def test_any_set_of_eos_tokens_ends_a_text_where_it_ends_the_plain_one(
     eos: int | list[int] | None, drafting: Drafting
 ) -> None:
+    """Case G27: transformers#47912, transformers#47195, transformers#46790. Text ran past its end or its length."""
     expected = plain_text(plain_model("qwen3_next"), BATCH, NEW, eos_token_id=eos)
     known = longer_text("qwen3_next", BATCH)
     assert torch.equal(speculate(compiled(), BATCH, eos_token_id=eos, **drafting(known, BATCH)), expected)
@@ -78,6 +80,7 @@ def test_any_set_of_eos_tokens_ends_a_text_where_it_ends_the_plain_one(
 @pytest.mark.parametrize("accept", range(6))
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
 def test_a_draft_of_five_makes_no_text_longer_than_asked_for(max_new_tokens: int, accept: int) -> None:
+    """Case G27: transformers#47912, transformers#47195, transformers#46790. Text ran past its end or its length."""
     stats = stats_of((chain(5, accept),), max_new_tokens=max_new_tokens)
     expected = plain_text(plain_model("qwen3_next"), PROMPT, max_new_tokens)
     drafter = knowing(longer_text("qwen3_next", PROMPT), PROMPT, (chain(5, accept),))

@@ -1,10 +1,14 @@
 """The engine on a CUDA device: the same tokens and the same stores as on the CPU."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import treewy
 from models import FAMILIES, VOCAB_SIZE, fresh_model, noisy_copy
+from treewy._generate import COMMIT_POLICIES
+from treewy.testing import check_equivalence
 
 pytestmark = pytest.mark.gpu
 
@@ -48,3 +52,44 @@ def test_a_prompt_on_the_cpu_may_be_given_to_a_model_on_a_gpu() -> None:
     treewy.compile(model)
     text = model.generate(prompt, **options, prompt_lookup_num_tokens=4)
     assert torch.equal(text.cpu(), plain.cpu())
+
+
+@pytest.mark.parametrize("commit", COMMIT_POLICIES)
+def test_commit_policies_on_a_gpu_give_the_plain_text(commit: str) -> None:
+    model = fresh_model("qwen3_next")
+    draft = noisy_copy(model, 0.02, seed=1).cuda()
+    model.cuda()
+    prompt = torch.randint(2, VOCAB_SIZE, (3, 9), generator=torch.Generator().manual_seed(4)).cuda()
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 60, "do_sample": False}
+    plain = model.generate(prompt, **options)
+    treewy.compile(model, commit=commit)
+    assert torch.equal(model.generate(prompt, **options, assistant_model=draft, draft_tree=(2, 1, 1)), plain)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2], ids=["all rows at once", "row by row"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_sampling_on_a_gpu_repeats_with_its_generator(tree: tuple[int, ...], device: str, penalty: float) -> None:
+    """And with one possible token it is greedy."""
+    model = fresh_model("qwen3_5")
+    draft = noisy_copy(model, 0.02, seed=1).cuda()
+    treewy.compile(model.cuda())
+    prompt = torch.randint(2, VOCAB_SIZE, (3, 9), generator=torch.Generator().manual_seed(4)).cuda()
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 30, "repetition_penalty": penalty}
+    options |= {"assistant_model": draft, "draft_tree": tree}
+
+    def sample(seed: int, **more: Any) -> Any:
+        generator = torch.Generator(device).manual_seed(seed)
+        return model.generate(prompt, **options, **more, do_sample=True, generator=generator)
+
+    texts = [sample(seed, temperature=2.0).tolist() for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    greedy = model.generate(prompt, **options, do_sample=False)
+    assert torch.equal(sample(3, top_k=1), greedy)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_check_equivalence_passes_on_a_gpu(family: str) -> None:
+    model = fresh_model(family)
+    draft = noisy_copy(model, 0.05, seed=1).cuda()
+    assert check_equivalence(model.cuda(), assistant_model=draft, max_new_tokens=12).passed

@@ -56,6 +56,7 @@ def with_batches() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("options", "batch"), list(with_batches()))
 def test_processors_see_what_they_see_in_plain_generation(options: dict[str, Any], batch: int) -> None:
+    """Case G16: vmlx-swift#357. Rejected drafts were recorded in the penalties' memory."""
     prompt = THREE[-batch:]
     options = options | {"attention_mask": THREE_MASK[-batch:], "pad_token_id": 0}
     plain = plain_model("qwen3_next", mixing=PREDICTABLE)  # loops, so that there is something to penalise

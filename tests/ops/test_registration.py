@@ -60,22 +60,76 @@ def as_views(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(view(x) if isinstance(x, Tensor) else x for x in values)
 
 
+def as_splits(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same numbers as the middle of a wider tensor that was split, as layers split queries, keys and values."""
+
+    def split(x: Tensor) -> Tensor:
+        return torch.cat([x, x, x], dim=-1).tensor_split(3, dim=-1)[1]
+
+    return tuple(split(x) if isinstance(x, Tensor) else x for x in values)
+
+
 LAYOUTS: dict[str, Callable[[str], tuple[Any, ...]]] = {
     "contiguous": arguments,
     "views with a prefix": lambda name: as_views(arguments(name, WITH_PREFIX)),
-    "one node, bfloat16": lambda name: arguments(name, OpCase(((-1,),) * 2), torch.bfloat16),
+    "splits of one node, bfloat16": lambda name: as_splits(arguments(name, OpCase(((-1,),) * 2), torch.bfloat16)),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str, layout: str) -> None:
+    """Case F24: prime-rl#3567. A fake had the strides of its input, the result had others: schema, autograd keys, fakes
+    and dynamic shapes."""
     torch.library.opcheck(operator(name), LAYOUTS[layout](name))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_views_give_the_same_numbers_as_contiguous_tensors(name: str) -> None:
-    plain, views = arguments(name, WITH_PREFIX), as_views(arguments(name, WITH_PREFIX))
+def test_opcheck_with_inputs_that_require_gradients(name: str) -> None:
+    """Case F24: prime-rl#3567. But for the backward pass, which raises."""
+    values = tuple(x.requires_grad_() if is_floating(x) else x for x in arguments(name))
+    if name == "tree_wy_commit_":  # a leaf that requires gradients cannot be written in place
+        values = (values[0].detach(), *values[1:])
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator(name), values, test_utils=utilities)
+
+
+def is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_results_are_contiguous_as_the_fakes_say(name: str, layout: str) -> None:
+    """Case F24: prime-rl#3567. A compiled graph asserts the strides that the fake promised."""
+    values = LAYOUTS[layout](name)
+    with FakeTensorMode() as mode:
+        fakes = operator(name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in values))
+    results = operator(name)(*values)
+    for fake, real in zip(*(x if isinstance(x, tuple) else (x,) for x in (fakes, results)), strict=True):
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+        assert fake.is_contiguous()
+        assert real.is_contiguous()
+
+
+def test_splits_inside_a_compiled_function_give_results_that_can_be_viewed() -> None:
+    """Case F24: prime-rl#3567. Under compile the strides of the splits are the graph's own."""
+
+    def flat(*values: Any) -> list[Tensor]:
+        return [x.view(-1) for x in ops.tree_wy_solve(*as_splits(values))]
+
+    values = arguments("tree_wy_solve", WITH_PREFIX)
+    compiled = torch.compile(flat, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(*values), flat(*values), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lay_out", [as_views, as_splits])
+@pytest.mark.parametrize("name", NAMES)
+def test_views_give_the_same_numbers_as_contiguous_tensors(
+    name: str, lay_out: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+) -> None:
+    plain, views = arguments(name, WITH_PREFIX), lay_out(arguments(name, WITH_PREFIX))
     results = operator(name)(*plain), operator(name)(*views)
     if name == "tree_wy_commit_":
         results = plain[0], views[0]
@@ -103,6 +157,65 @@ def test_the_commit_in_place_writes_the_pool_itself_under_compile() -> None:
     assert compiled(pool, *rest) is None
     assert pool.data_ptr() == address
     assert torch.equal(pool, expected)
+
+
+def commit_of_a_clone_and_the_original(x: Tensor, *rest: Tensor) -> Tensor:
+    """The clone is the pool, the original the pseudo-values: the two have one shape here."""
+    slots, key, log_decay, parents, accepted = rest
+    y = x.clone()
+    ops.tree_wy_commit_(y, slots, x, key, log_decay, parents, accepted)
+    return y
+
+
+def commit_of_the_original_and_a_clone(x: Tensor, *rest: Tensor) -> Tensor:
+    slots, key, log_decay, parents, accepted = rest
+    y = x.clone()
+    ops.tree_wy_commit_(x, slots, y, key, log_decay, parents, accepted)
+    return y
+
+
+def commit_of_a_clone_and_then_of_the_original(x: Tensor, *rest: Tensor) -> Tensor:
+    slots, key, log_decay, parents, accepted = rest
+    y = x.clone()
+    ops.tree_wy_commit_(y, slots, x, key, log_decay, parents, accepted)
+    ops.tree_wy_commit_(x, slots, y, key, log_decay, parents, accepted)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [
+        (commit_of_a_clone_and_the_original, "inductor"),
+        (commit_of_a_clone_and_the_original, "aot_eager"),
+        (commit_of_the_original_and_a_clone, "aot_eager"),
+        (commit_of_a_clone_and_then_of_the_original, "aot_eager"),
+    ],
+)
+def test_a_compiled_commit_does_not_read_what_it_writes(function: Callable[..., Tensor], backend: str) -> None:
+    """Case F23: pytorch#198031, triton#6547. In `y = x.clone(); op(y, x)` the clone was removed when compiled, or the
+    kernel ran twice over what it had written."""
+    generator = torch.Generator().manual_seed(0)
+    batch, size, width = 3, 4, 5  # `size` is nodes, value heads and width of a key, so that x may be both arguments
+    original = torch.randn(batch, size, size, width, generator=generator)
+    key, log_decay = torch.randn(2, batch, size, 2, size, generator=generator).unbind()
+    rest = (
+        torch.tensor([2, 0, 1]),
+        key,
+        -log_decay.flatten(2)[..., :size].abs(),
+        torch.tensor([chain(4), widths(1, 2), (-1, PADDING, 0, 2)]),
+        torch.tensor([3, 2, -1]),
+    )
+
+    def call(f: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        x = original.clone()
+        return f(x, *rest), x
+
+    expected = call(function)
+    assert not torch.equal(expected[0], expected[1])
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for _ in range(2):  # from equal state
+        for a, b in zip(call(compiled), expected, strict=True):
+            assert relative_error(a, b) <= FLOAT32
 
 
 def test_a_commit_of_a_clone_reads_what_was_there_before_the_write() -> None:

@@ -84,6 +84,7 @@ HARD_CASES = {
 
 @pytest.mark.parametrize("name", HARD_CASES)
 def test_equals_the_recurrence_on_hard_inputs(name: str) -> None:
+    """Cases D20, D34 and D40: lattice#716, flash-linear-attention#537, imp#28. Underflow, equal keys and short keys."""
     inputs = HARD_CASES[name]()
     assert_close_to_oracle(inputs, FLOAT64)
     assert_close_to_oracle(to_dtype(inputs, torch.float32), FLOAT32)
@@ -190,6 +191,7 @@ def test_a_padded_tree_equals_the_tree() -> None:
 
 
 def test_value_heads_use_the_key_head_of_their_group() -> None:
+    """Case D30: llama.cpp#15507. The value heads of a key head were taken tiled instead of interleaved."""
     inputs = OpCase((widths(2, 2),), key_heads=2, value_heads=6).solve_inputs()
     outputs, pseudo_values, _, _ = ops.tree_wy_solve(*inputs)
     for head in range(6):
