@@ -47,7 +47,7 @@ DECODING = [
         _DECODING,
         "last = path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]",
         "last = (count - 1).clamp(min=0)",
-        (_CASES + "test_the_accepted_path_is_committed_wherever_its_nodes_lie[path6-1-qwen3_next]",),
+        (_CASES + "test_the_accepted_path_is_committed_wherever_its_nodes_lie[2-path6-qwen3_next]",),
     ),
     Fault(
         "an end of sequence is looked for in the last token only",

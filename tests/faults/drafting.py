@@ -7,7 +7,6 @@ _ANCHORS = "passes/_anchors.py"
 _DRAFTERS = "tests/test_drafters.py::"
 _PROPOSALS = _DRAFTERS + "test_every_proposal_is_the_one_computed_from_the_text_alone"
 _SAMPLED = "tests/test_sampled_generate.py::"
-_CASES = "tests/test_cases.py::"
 _COMPILE = "tests/test_compile.py::"
 
 DRAFTING = [
@@ -162,7 +161,10 @@ DRAFTING = [
         "treewy_compile/_rounds.py",
         "self._drafter.update(emission.token_ids, emission.num_tokens)",
         "pass",
-        (_CASES + "test_the_accepted_path_is_committed_wherever_its_nodes_lie[path6-1-qwen3_next]",),
+        (
+            "tests/test_stores.py::"
+            "test_stores_follow_for_forty_tokens_of_rows_that_accept_differently[qwen3_next-WyNodes]",
+        ),
     ),
     Fault(
         "redirections are not undone",
