@@ -97,6 +97,8 @@ class ScriptedDrafter(Drafter):
 
     def assert_followed(self) -> None:
         """Raise an ``AssertionError`` unless every row emitted what its script planned."""
+        if len(self.emitted) != len(self.planned):
+            raise AssertionError(f"{len(self.planned)} drafts were made, but {len(self.emitted)} rounds reported")
         for row in range(len(self._scripts)):
             if (deviation := self.deviation(row)) is not None:
                 raise AssertionError(f"row {row}, {deviation}")
