@@ -208,7 +208,7 @@ def test_every_name_that_testing_exports_resolves_and_is_listed() -> None:
 
 
 def test_a_script_is_not_followed_if_nothing_was_reported() -> None:
-    drafter = ScriptedDrafter([[3, 4, 5]], [[perfect(2)]])
+    drafter = ScriptedDrafter([[3, 4, 5]], [[chain(2, 2)]])
     drafter.propose(torch.tensor([[1, 3]]), torch.tensor([2]))
     with pytest.raises(AssertionError, match="1 drafts were made, but 0 rounds reported"):
         drafter.assert_followed()

@@ -110,8 +110,8 @@ DRAFTING = [
     Fault(
         "parents of padding nodes have a row of the draft's distributions",
         "treewy_compile/_draft_tree.py",
-        "counts.scatter_add_(1, self.parents.clamp(min=-1) + 1, real.long())",
-        "counts.scatter_add_(1, self.parents.clamp(min=-1) + 1, torch.ones_like(self.parents))",
+        "counts.scatter_add_(1, torch.where(real, self.parents, -1) + 1, real.long())",
+        "counts.scatter_add_(1, self.parents.clamp(-1, size - 1) + 1, torch.ones_like(self.parents))",
         ("tests/test_draft_tree.py::test_distributions_are_those_of_the_parents_of_real_nodes_in_their_order",),
     ),
     Fault(
