@@ -74,8 +74,19 @@ DRAWN = [
     ),
     sampled(
         "too few parents",
-        "draft_probs has 1 distributions but row 0 has 2 parents; pass one a parent",
+        r"draft_probs has 1 distributions but row 0.* has 2; pass one a parent \(not one a node\)",
         draft_probs=flat(1, 1, 61),
+    ),
+    sampled(
+        "too many parents",
+        r"draft_probs has 4 distributions but row 0.* has 2; pass one a parent \(not one a node\)",
+        draft_probs=flat(1, 4, 61),
+    ),
+    sampled(
+        "probabilities that nothing would use",
+        "draft_probs are given but sampling='top' does not use them; pass sampling='with_replacement' or",
+        draft_probs=flat(1, 2, 61),
+        sampling="top",
     ),
     sampled(
         "scores", r"draft token 3 \(row 0, node 0\).*do not add up to 1.*normalise", draft_probs=2 * flat(1, 2, 61)

@@ -182,3 +182,15 @@ def test_an_assistant_of_another_vocabulary_raises_as_in_generate() -> None:
     with pytest.raises(ValueError, match="the assistant_model has a vocabulary of 71, the model one of 61"):
         check_equivalence(model, assistant_model=draft, max_new_tokens=4)
     assert "generate" not in vars(model)
+
+
+@pytest.mark.parametrize("assistant", ["gpt2", torch.nn.Linear(2, 2)], ids=["a name", "a module"])
+def test_an_assistant_that_is_no_model_is_refused_before_anything_is_generated(assistant: object) -> None:
+    model = fresh_model("qwen3_5")
+    model.register_forward_hook(lambda *args: pytest.fail("the model ran"))
+    with pytest.raises(TypeError, match=r"assistant_model is .*pass a transformers model"):
+        check_equivalence(model, assistant_model=assistant)
+    with pytest.raises(TypeError, match=r"draft_model is a .*; pass a transformers model"):
+        treewy.AssistantDrafter(assistant)
+    with pytest.raises(TypeError, match="drafter is a Qwen3_5ForCausalLM; pass a model as assistant_model="):
+        treewy.compile(model).generate(torch.ones(1, 2).long(), drafter=fresh_model("qwen3_5"))

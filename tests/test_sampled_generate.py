@@ -22,7 +22,7 @@ from treewy._sampling import draw, draw_without_replacement
 VOCAB_SIZE = 8
 WARPERS = {"do_sample": True, "temperature": 0.7, "top_k": 3}
 PROMPT = torch.tensor([[7, 6, 5, 4, 3, 2, 1, 0]])
-LENGTH = 3  # new tokens: the first from prefill, then at most two rounds
+LENGTH = 4  # new tokens: the first from prefill, then two levels of drafts and a token behind them
 NUM_DRAWS = 5000
 Options = dict[str, Any]
 
@@ -65,8 +65,10 @@ def expected_texts(**options: Any) -> dict[Text, float]:
     return texts
 
 
-def drawn_texts(drafting: Callable[[], Options], number: int = NUM_DRAWS, **options: Any) -> tuple[list[Text], float]:
-    """Many continuations, and the part of them whose second token was drafted."""
+def drawn_texts(
+    drafting: Callable[[], Options], number: int = NUM_DRAWS, length: int = LENGTH, **options: Any
+) -> tuple[list[Text], float]:
+    """Many continuations, and how often a node of the first level was accepted."""
     texts: list[Text] = []
     accepted = rounds = 0.0
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +76,7 @@ def drawn_texts(drafting: Callable[[], Options], number: int = NUM_DRAWS, **opti
         output = compiled_eight(0).generate(
             PROMPT.expand(500, -1),
             attention_mask=torch.ones(500, PROMPT.shape[1]),
-            max_new_tokens=LENGTH,
+            max_new_tokens=length,
             pad_token_id=0,
             return_dict_in_generate=True,
             generator=generator,
@@ -158,8 +160,7 @@ def test_the_rate_of_acceptance_is_the_overlap_of_the_distributions() -> None:
         ids = torch.cat([PROMPT, torch.tensor([[first]])], dim=1)
         p, q = (_warped(eight_tokens(seed)(ids).logits[:, -1]) for seed in (TARGET, OTHER))
         overlap += probability * float(torch.minimum(p, q).sum())
-    _, accepted = drawn_texts(assistant(OTHER, (1,)))
-    # the second round of a rejecting row counts as well, so compare first rounds: two new tokens
+    _, accepted = drawn_texts(assistant(OTHER, (1,)), length=3)  # there is room for one drafted token, in one round
     assert abs(accepted - overlap) <= STANDARD_ERRORS * (overlap * (1 - overlap) / NUM_DRAWS) ** 0.5
 
 
@@ -201,6 +202,30 @@ def test_a_drafter_of_ones_own_may_draw_from_any_distributions(sampling: str) ->
     texts, accepted = drawn_texts(lambda: {"drafter": DrawingDrafter((2, 3), sampling)})
     assert p_value(texts, expected_texts()) > CHI_SQUARE_P_VALUE
     assert accepted > 0.1
+
+
+def test_a_drafter_of_ones_own_learns_what_it_drafts_for() -> None:
+    """From ``prepare``: here the processors and the generator, so that the text repeats."""
+
+    class Prepared(Drafter):
+        def prepare(self, context: treewy.DraftingContext) -> None:
+            self.context = context
+
+        def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+            logits = torch.zeros(len(lengths), 1, self.context.vocab_size)
+            probs = self.context.scores.of_nodes(logits, lambda row, node: input_ids[row]).softmax(dim=-1)
+            token_ids = draw(probs, self.context.generator)
+            return DraftTree(token_ids, torch.tensor([-1]), draft_probs=probs, sampling="with_replacement")
+
+    model = compiled()
+    texts = []
+    for seed in (1, 1, 2):
+        drafter, generator = Prepared(), torch.Generator().manual_seed(seed)
+        texts.append(sample(model, drafter=drafter, generator=generator, suppress_tokens=[5, 6]).tolist())
+        assert drafter.context.generator is generator
+        assert drafter.context.do_sample
+        assert drafter.context.max_length == THREE.shape[1] + NEW
+    assert texts[0] == texts[1] != texts[2]
 
 
 # What does not depend on chance.

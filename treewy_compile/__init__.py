@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from treewy._assistant import AssistantDrafter
     from treewy._compile import compile, restore
     from treewy._draft_tree import DraftTree
-    from treewy._drafters import Drafter, PromptLookupDrafter
+    from treewy._drafters import Drafter, DraftingContext, PromptLookupDrafter
     from treewy._stats import SpeculationStats
 
 __version__ = version("treewy")
@@ -21,6 +21,7 @@ __all__ = [
     "AssistantDrafter",
     "DraftTree",
     "Drafter",
+    "DraftingContext",
     "PromptLookupDrafter",
     "SpeculationStats",
     "compile",
@@ -31,6 +32,7 @@ _HOMES = {
     "AssistantDrafter": "treewy._assistant",
     "DraftTree": "treewy._draft_tree",
     "Drafter": "treewy._drafters",
+    "DraftingContext": "treewy._drafters",
     "PromptLookupDrafter": "treewy._drafters",
     "SpeculationStats": "treewy._stats",
     "compile": "treewy._compile",

@@ -88,10 +88,12 @@ def take_drafter(
     if tree is not None and assistant is None:
         raise ValueError(f"draft_tree={tree!r} shapes the drafts of an assistant_model, not of {sources[0]}")
     if assistant is not None:
-        return _assistant_drafter(model, assistant, default_tree if tree is None else tree)
+        return assistant_drafter(model, assistant, default_tree if tree is None else tree)
     if lookup is not None:
         return PromptLookupDrafter(lookup) if ngram is None else PromptLookupDrafter(lookup, ngram)
     if drafter is not None and (not isinstance(drafter, Drafter) or isinstance(drafter, type)):
+        if isinstance(drafter, PreTrainedModel):
+            raise TypeError(f"drafter is a {type(drafter).__name__}; pass a model as assistant_model=")
         missing = [name for name in ("propose", "update", "reset", "reorder") if not hasattr(drafter, name)]
         raise ValueError(
             f"drafter={drafter!r:.60} is not an object with the methods of treewy.Drafter (propose, update, reset, "
@@ -191,9 +193,10 @@ def _take(arguments: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _assistant_drafter(
+def assistant_drafter(
     model: PreTrainedModel, assistant: PreTrainedModel, tree: Sequence[int] | DraftTree | None
 ) -> AssistantDrafter:
+    """Return the drafter of an ``assistant_model``, or raise if it cannot draft for the model."""
     if not isinstance(assistant, PreTrainedModel):
         raise TypeError(f"assistant_model is {assistant!r:.60}; pass a transformers model, or a Drafter as drafter=")
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, assistant))

@@ -1,7 +1,6 @@
 """Draft with a smaller model, attention-only or itself a GDN hybrid, as a chain or as a tree of its best tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -10,34 +9,13 @@ from transformers import PreTrainedModel
 
 from treewy._accept import deepest_accepted
 from treewy._draft_tree import DraftTree, Sampling, parents_of_shape
+from treewy._drafters import DraftingContext
 from treewy._sampling import draw, draw_without_replacement
-from treewy._scores import Scores
 from treewy._session import Session
 from treewy.ops import PADDING, depths
 
 _DEFAULT_NUM_TOKENS = 20  # what transformers assumes when the draft model's generation_config says nothing
 _DEFAULT_CONFIDENCE = 0.4
-
-
-@dataclass(frozen=True)
-class DraftingContext:
-    """What an assistant must know of the generation that it drafts for.
-
-    Args:
-        scores: The target's logits processors: drafts come from processed distributions as well.
-        do_sample: Whether the target samples.
-        generator: Source of randomness; None for PyTorch's own.
-        pads: What stands before each row's text in the prompt; processors see it.
-        max_length: Of a text; what cannot be emitted before it is not drafted.
-        vocab_size: Of the target.
-    """
-
-    scores: Scores
-    do_sample: bool
-    generator: torch.Generator | None
-    pads: list[Tensor]
-    max_length: int
-    vocab_size: int
 
 
 class AssistantDrafter:
@@ -61,7 +39,7 @@ class AssistantDrafter:
         Assisted generation of transformers for the chain; top-w trees as in EAGLE-2 (Li et al., 2024), of fixed shape.
     """
 
-    _context: "DraftingContext | None"
+    _context: DraftingContext | None
     _sampling: Sampling
 
     def __init__(
@@ -71,6 +49,8 @@ class AssistantDrafter:
         *,
         sampling: Sampling | None = None,
     ) -> None:
+        if not isinstance(draft_model, PreTrainedModel):
+            raise TypeError(f"draft_model is a {type(draft_model).__name__}; pass a transformers model")
         config = draft_model.generation_config
         self._model = draft_model
         self._confidence: float | None = None
@@ -103,7 +83,7 @@ class AssistantDrafter:
                 "narrower tree"
             )
 
-    def prepare(self, context: "DraftingContext") -> None:
+    def prepare(self, context: DraftingContext) -> None:
         """Learn what the drafts are for; ``generate`` calls it after ``reset``.
 
         Raises:

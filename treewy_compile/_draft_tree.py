@@ -29,8 +29,9 @@ class DraftTree:
         parents: Parent index of each node, [N] for one topology or [B, N] for one a row, int64.
         num_nodes: Real nodes a row [B], int64, each at most N; the rest is padding. None means N everywhere.
         draft_probs: Distributions [B, P, V] that the tokens were drawn from, floating, over the target's vocabulary:
-            one a parent, in the order of the parents' indices, the last emitted token's (-1) first. Of siblings without
-            replacement it is what the first was drawn from. Greedy decoding and "top" do not look at it.
+            one a parent (not one a node), in the order of the parents' indices, the last emitted token's (-1) first. P
+            is the number of parents of the row that has most. Of siblings without replacement it is what the first was
+            drawn from. Greedy decoding does not look at it.
         sampling: How siblings were chosen: drawn with or without replacement, in the order in which they stand, or
             "top", the most probable ones. The rule for "top" is right for tokens chosen in any way, also without
             ``draft_probs``, but accepts drawn ones less often than their own.
@@ -42,6 +43,11 @@ class DraftTree:
         >>> tree = DraftTree(torch.tensor([[5, 7, 9]]), torch.tensor([-1, -1, 0]))
         >>> tree.parents.tolist()
         [[-1, -1, 0]]
+
+        The same drawn, from a vocabulary of ten: tokens 5 and 7 from one distribution, 9 from that behind 5.
+
+        >>> q = torch.full((1, 2, 10), 0.1)  # of -1 and of node 0; node 1 has no children
+        >>> tree = DraftTree(tree.token_ids, tree.parents, draft_probs=q, sampling="with_replacement")
 
     Source:
         Token trees as in SpecInfer (Miao et al., 2024), section 3.
@@ -90,6 +96,11 @@ class DraftTree:
             raise ValueError(f"sampling {sampling!r} must be 'top', 'with_replacement' or 'without_replacement'")
         if draft_probs is not None:
             _check_draft_probs(draft_probs, token_ids)
+            if sampling == "top":
+                raise ValueError(
+                    "draft_probs are given but sampling='top' does not use them; pass sampling='with_replacement' or "
+                    "'without_replacement', or leave draft_probs out"
+                )
         if token_ids.device.type != "meta":  # where there are no values to check
             _check_values(parents, num_nodes)
         for name, value in (
@@ -140,17 +151,18 @@ class DraftTree:
         if self.draft_probs.shape[2] != vocab_size:
             raise ValueError(
                 f"draft_probs has a vocabulary of {self.draft_probs.shape[2]} but the target one of {vocab_size}; "
-                "cut it, or fill it up with zeros"
+                "draw from the target's tokens alone, and give all others 0"
             )
         size = self.parents.shape[1]
         index = torch.arange(size, device=self.parents.device)
         real = index < self.num_nodes[:, None]
         source = self._row_of_parent.gather(1, torch.where(real, self.parents, -1) + 1).masked_fill(~real, 0)
-        if int(source.max()) >= self.draft_probs.shape[1]:
+        most = int(source.max()) + 1
+        if self.draft_probs.shape[1] != most:
             row = int(source.max(dim=1).values.argmax())
             raise ValueError(
-                f"draft_probs has {self.draft_probs.shape[1]} distributions but row {row} has "
-                f"{int(source[row].max()) + 1} parents; pass one a parent"
+                f"draft_probs has {self.draft_probs.shape[1]} distributions but row {row}, the one with most parents, "
+                f"has {most}; pass one a parent (not one a node), the last emitted token's first"
             )
         rows = torch.arange(len(source), device=source.device)[:, None]
         total, least = self.draft_probs.sum(dim=2)[rows, source], self.draft_probs.amin(dim=2)[rows, source]

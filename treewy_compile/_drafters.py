@@ -1,11 +1,38 @@
 """Who proposes: the protocol, and the drafter that looks the continuation up in the text itself."""
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from treewy._draft_tree import DraftTree
+from treewy._scores import Scores
+
+
+@dataclass(frozen=True)
+class DraftingContext:
+    """What a drafter may want to know of the generation that it drafts for.
+
+    Args:
+        scores: The target's logits processors without those that have a memory: ``scores.of_nodes(logits, text)`` turns
+            a draft model's logits into what drafts should be drawn from.
+        do_sample: Whether the target samples.
+        generator: Source of randomness; None for PyTorch's own.
+        pads: What stands before each row's text in the prompt; processors see it.
+        max_length: Of a text, in tokens; what cannot be emitted before it need not be drafted.
+        vocab_size: Of the target.
+
+    Source:
+        The draft phase of docs/design.md.
+    """
+
+    scores: Scores
+    do_sample: bool
+    generator: torch.Generator | None
+    pads: list[Tensor]
+    max_length: int
+    vocab_size: int
 
 
 @runtime_checkable
@@ -15,7 +42,12 @@ class Drafter(Protocol):
     A class that derives from this one need only write ``propose``.
 
     ``generate`` calls ``reset`` once, then ``propose`` and ``update`` in turn, once a round. A drafter must propose for
-    every row, also for rows that have ended; a row that has nothing to propose gets ``num_nodes`` 0.
+    every row, also for rows that have ended; a row that has nothing to propose gets ``num_nodes`` 0. Rows are shown
+    without their pads. ``reorder`` is for callers that move rows between rounds; ``generate`` does not.
+
+    A drafter may also have a method ``prepare(context: DraftingContext)``, which is called after ``reset``: one that
+    draws at random needs the generator and the target's processors from there. A drafter that wraps another one must
+    pass it on.
 
     Source:
         The draft, verify, accept and commit phases of docs/design.md.

@@ -12,10 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from treewy._arguments import check_generator, prepare_for_drafting, refuse_unsupported, take_drafter
-from treewy._assistant import AssistantDrafter, DraftingContext
 from treewy._decoding import Decoding
 from treewy._draft_tree import DraftTree
-from treewy._drafters import Drafter
+from treewy._drafters import Drafter, DraftingContext
 from treewy._greedy import GreedyDecoding
 from treewy._nodes import DeferredNodes, FusedNodes, Nodes, WyNodes
 from treewy._rounds import Rounds
@@ -159,7 +158,7 @@ class CompiledGenerate:
                 streamer.put(torch.tensor([token]))
 
         drafter.reset()
-        if isinstance(drafter, AssistantDrafter):
+        if hasattr(drafter, "prepare"):
             drafter.prepare(
                 DraftingContext(
                     decoding.scores.for_drafts(),

@@ -15,7 +15,8 @@ class SpeculationStats:
         acceptance_by_depth: For depth 1, 2, ...: of the rounds whose tree reached that depth, the fraction in which a
             node of that depth was emitted.
         nodes: Most nodes verified in a round for a row, the root counted.
-        state_bytes: Most bytes kept for verification in a round, over all GDN layers and rows.
+        state_bytes: Most bytes kept for verification in a round, over all GDN layers and rows: pseudo-values, keys,
+            decays and inputs of the convolution, and the known rows of a policy that folds late.
         snapshot_bytes: Bytes that a state and a convolution window a node would have taken instead.
 
     Source:

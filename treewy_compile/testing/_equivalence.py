@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from treewy._arguments import assistant_drafter
 from treewy._compile import compile
 from treewy._generate import COMMIT_POLICIES, CompiledGenerate
 from treewy.testing._borrow import borrowed, evaluated
@@ -94,6 +95,8 @@ def check_equivalence(
     options = _options(model)
     with borrowed(model), torch.no_grad():
         compile(model, **options)  # refuses what it does not support before anything is generated
+        if assistant_model is not None:
+            assistant_drafter(model, assistant_model, None)  # likewise
         rows = drawn_prompts(model, rng) if prompts is None else checked_prompts(model, prompts)
         run = _Run(model, options, rows, max_new_tokens, _scripts(rng))
         run.watch_scripts(options["commit"])

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from treewy._cache import TreeCache
 from treewy._draft_tree import DraftTree
-from treewy._drafters import Drafter
+from treewy._drafters import Drafter, DraftingContext
 from treewy.testing._bounds import Noise, relative_error
 from treewy.testing._plain import PlainRun, Stores, committed_stores, logits_at_once, stores_at_once
 
@@ -104,6 +104,11 @@ class ObservedDrafter(Drafter):
         for row, count in enumerate(counts):
             self._texts[row] += token_ids[row, :count].tolist()
         self._compare_stores()
+
+    def prepare(self, context: DraftingContext) -> None:
+        """Pass on what the drafts are for."""
+        if hasattr(self._drafter, "prepare"):
+            self._drafter.prepare(context)
 
     def reset(self) -> None:
         """Reset the drafter; one of these watches a single generation."""

@@ -12,7 +12,7 @@ from treewy.testing._proposals import Proposal, chain, ending_at
 try:
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
-    raise ImportError("the strategies of treewy.testing need Hypothesis; pip install treewy[test]") from error
+    raise ImportError("the strategies of treewy.testing need Hypothesis; pip install hypothesis") from error
 
 
 @st.composite
