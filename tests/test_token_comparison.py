@@ -34,17 +34,21 @@ def test_equal_texts_have_neither_ties_nor_faults() -> None:
     assert (places.worst, places.fault, ties) == (0, None, ())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_difference_at_a_gap_is_a_fault_and_names_row_token_and_gap(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "noise", "bound"),
+    [(torch.float32, 1e-5, 1e-4), (torch.float32, 0.01, 0.02), (torch.bfloat16, 0.01, 0.02)],
+)
+def test_a_difference_at_a_gap_is_a_fault_and_names_row_token_and_gap(
+    dtype: torch.dtype, noise: float, bound: float
+) -> None:
     model = fresh_model("qwen3_5")
     expected = text_of(model)
     actual = expected.clone()
     actual[2, 1] = (actual[2, 1] + 1) % 50
-    noise = Noise(dtype, gaps=[(1.0, 0.01)])  # a bound of 0.02 in low precision
-    tokens, places, ties = compare(model, expected, actual, noise)
+    tokens, places, ties = compare(model, expected, actual, Noise(dtype, gaps=[(1.0, noise)]))
     assert tokens.fault.startswith(f"row 2: new token 1 is {actual[2, 1]}, plain generation has {expected[2, 1]}; ")
     assert tokens.compared == 3 * NEW + 2
-    assert tokens.worst > tokens.bound == (1e-4 if dtype == torch.float32 else 0.02)
+    assert tokens.worst > tokens.bound == bound
     assert (places.worst, ties) == (0, ())
 
 
@@ -95,7 +99,9 @@ def test_bounds_follow_the_noise_from_a_floor_on() -> None:
     assert exact.store_bound(0, "GDN state") == 4e-3
     assert exact.store_bound(1, "GDN state") == exact.store_bound(2, "GDN state") == 2e-4
     assert exact.logits_bound == 6e-2
-    assert exact.tie_bound == 1e-4  # whatever the noise
+    assert exact.tie_bound == 2.0
+    assert Noise(torch.float32, gaps=[(1.0, 1e-5)]).tie_bound == Noise(torch.float32).tie_bound == 1e-4
+    assert Noise(torch.bfloat16, gaps=[(1.0, 1e-5)]).tie_bound == 2e-5
     assert Noise(torch.bfloat16).store_bound(0, "GDN state") == Noise(torch.bfloat16).logits_bound == 2**-5
 
 
