@@ -49,6 +49,18 @@ class Drafter(Protocol):
     draws at random needs the generator and the target's processors from there. A drafter that wraps another one must
     pass it on.
 
+    Example:
+        One that draws two tokens a round, whatever the text:
+
+        >>> class Uniform(Drafter):
+        ...     def prepare(self, context: DraftingContext) -> None:
+        ...         self.context = context
+        ...
+        ...     def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
+        ...         q = torch.full((len(lengths), 1, self.context.vocab_size), 1 / self.context.vocab_size)
+        ...         tokens = q[:, 0].multinomial(2, generator=self.context.generator)  # without replacement
+        ...         return DraftTree(tokens, torch.tensor([-1, -1]), draft_probs=q, sampling="without_replacement")
+
     Source:
         The draft, verify, accept and commit phases of docs/design.md.
     """
