@@ -98,7 +98,7 @@ class WyNodes:
         within_new = torch.where(new_parents >= num_before, new_parents - num_before, new_parents.clamp(max=-1))
         prefix = WyRows(value[:, :0], key[:, :0], log_decay[:, :0]) if self._on_trial is None else self._on_trial
         prefix_mask = ancestor_mask(parents)[:, num_before:, :num_before]
-        prefix, prefix_mask = self._behind_known_rows(prefix, prefix_mask)
+        prefix, prefix_mask = self._behind_known_rows(state, prefix, prefix_mask)
         output, pseudo_value, used_key, _ = tree_wy_solve(
             value,
             query,
@@ -116,7 +116,7 @@ class WyNodes:
         self._on_trial = new if self._on_trial is None else self._on_trial.followed_by(new)
         return output
 
-    def _behind_known_rows(self, prefix: "WyRows", mask: Tensor) -> tuple["WyRows", Tensor]:
+    def _behind_known_rows(self, state: Tensor, prefix: "WyRows", mask: Tensor) -> tuple["WyRows", Tensor]:
         """Put known rows in front of a prefix and its mask [B, N, P]; there are none here."""
         return prefix, mask
 
@@ -153,7 +153,7 @@ class DeferredNodes(WyNodes):
         """Bytes kept for the nodes on trial, and of the ring."""
         return super().num_bytes + (0 if self._known is None else self._known.num_bytes)
 
-    def _behind_known_rows(self, prefix: "WyRows", mask: Tensor) -> tuple["WyRows", Tensor]:
+    def _behind_known_rows(self, state: Tensor, prefix: "WyRows", mask: Tensor) -> tuple["WyRows", Tensor]:
         if self._known is None:
             return prefix, mask
         index = torch.arange(self._known.size, device=mask.device)
@@ -200,20 +200,9 @@ class DeferredNodes(WyNodes):
 class FusedNodes(DeferredNodes):
     """Fold what the last commit accepted when the next tree begins."""
 
-    def solve(
-        self,
-        state: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        parents: Tensor,
-        qk_l2norm: bool,
-    ) -> Tensor:
-        """Fold, then solve."""
+    def _behind_known_rows(self, state: Tensor, prefix: "WyRows", mask: Tensor) -> tuple["WyRows", Tensor]:
         self.materialize_(state)
-        return super().solve(state, query, key, value, log_decay, beta, parents, qk_l2norm)
+        return prefix, mask
 
 
 class WyRows:

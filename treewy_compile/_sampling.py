@@ -170,9 +170,8 @@ class SampledDecoding(Decoding):
             assert draft is not None
             sampling = draft.sampling
             if sampling != "top":
-                draft_probs = draft.probs_after(rows.to(draft.parents.device), node.to(draft.parents.device) - 1).to(
-                    probs
-                )
+                home = draft.parents.device
+                draft_probs = draft.probs_after(rows.to(home), node.to(home) - 1).to(probs)
         accept, residual = sibling_acceptance(probs, draft_probs, tokens, sampling)
         device = probs.device if self._generator is None else self._generator.device
         uniform = torch.rand(accept.shape, dtype=accept.dtype, device=device, generator=self._generator)

@@ -192,8 +192,8 @@ DECODING = [
     Fault(
         "children are compared with the distribution of another parent",
         _SAMPLING,
-        "node.to(draft.parents.device) - 1)",
-        "(node.to(draft.parents.device) - 2).clamp(min=-1))",
+        "node.to(home) - 1)",
+        "(node.to(home) - 2).clamp(min=-1))",
         (_TREES + "[without_replacement-(2, 2)]",),
     ),
     Fault(

@@ -83,11 +83,11 @@ POLICIES = [
     Fault(
         "what was fused into a solve is known to it as well",
         _NODES,
-        "self.materialize_(state)\n        return super().solve",
+        "self.materialize_(state)\n        return prefix, mask",
         "if self._known is not None:\n"
         "            chain = torch.arange(-1, self._known.size - 1).expand(len(state), -1)\n"
         "            self._known.fold_(state, chain, self._num_known - 1)\n"
-        "        return super().solve",
+        "        return super()._behind_known_rows(state, prefix, mask)",
         (_POLICIES + "test_fused_commits_reach_the_state_when_the_next_tree_begins",),
     ),
     Fault(
