@@ -1,0 +1,164 @@
+"""What the kernels of the solve, the round and the commit share: products, paths, decays and small inverses.
+
+Precision. Tensor cores multiply bfloat16. A float32 number is the sum of two bfloat16 numbers up to 2^-18 of its size,
+so a product of float32 matrices is three products of halves (the low halves' product is below what is kept), and two
+where one side is bfloat16 already, as keys and queries of a model are. With `OPERAND` float32 the operands stay as they
+are and the product takes three passes of tf32, which keeps about 22 bits.
+
+Keys. Normalised keys would be float32. Scaling a key by a power of two is exact in bfloat16, so keys are scaled by the
+power of two below 1 / norm, and the factor that is left, in [1, 2), meets the results. No product can overflow then,
+whatever the norm.
+
+Blocks. Nodes go in blocks of 16, the smallest tile of a tensor core. Blocks before a node's own act on it as known rows.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(16)
+LEAST_GATE = tl.constexpr(-1000.0)  # exp is 0 long before; sums of such gates stay exact to 1e-12 in float64
+
+
+@triton.jit
+def split(x, OPERAND: tl.constexpr):
+    """Return two halves of the type `OPERAND` whose sum is x up to 2^-17 of its size; x itself twice for float32.
+
+    The high half is rounded in integers: the compiler then packs both conversions, where a conversion there and back
+    goes through a unit of a quarter of the speed.
+    """
+    if OPERAND == tl.float32:
+        return x, x
+    bits = x.to(tl.int32, bitcast=True)
+    # Away from the greatest numbers, which would round to infinity.
+    rounded = tl.where((bits & 0x7F7F8000) == 0x7F7F8000, bits, bits + 0x8000)
+    high = (rounded & -65536).to(tl.float32, bitcast=True)
+    return high.to(OPERAND), (x - high).to(OPERAND)
+
+
+@triton.jit
+def split_half(x, OPERAND: tl.constexpr):
+    """Return the halves of x / 2, without the check of `split`: no rounding of x / 2 is infinite."""
+    if OPERAND == tl.float32:
+        return x * 0.5, x * 0.5
+    x = x * 0.5
+    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+    return high.to(OPERAND), (x - high).to(OPERAND)
+
+
+@triton.jit
+def dot_halves(left, left_low, right, right_low, total, LEFT_EXACT: tl.constexpr, RIGHT_EXACT: tl.constexpr):
+    """Return total + left @ right of halves; an exact side has no low half."""
+    if left.dtype == tl.float32:
+        return tl.dot(left, right, total, input_precision="tf32x3")
+    total = tl.dot(left, right, total)
+    if not LEFT_EXACT:
+        total = tl.dot(left_low, right, total)
+    if not RIGHT_EXACT:
+        total = tl.dot(left, right_low, total)
+    return total
+
+
+@triton.jit
+def dot_split(left, right, total, LEFT_EXACT: tl.constexpr, RIGHT_EXACT: tl.constexpr, OPERAND: tl.constexpr):
+    """Return total + left @ right; an exact side holds numbers of the type `OPERAND`."""
+    if LEFT_EXACT:
+        left = left.to(OPERAND)
+        left_low = left
+    else:
+        left, left_low = split(left, OPERAND)
+    if RIGHT_EXACT:
+        right = right.to(OPERAND)
+        right_low = right
+    else:
+        right, right_low = split(right, OPERAND)
+    return dot_halves(left, left_low, right, right_low, total, LEFT_EXACT, RIGHT_EXACT)
+
+
+@triton.jit
+def load_rows(pointer, row_stride, rows, present, K: tl.constexpr, KP: tl.constexpr):
+    """Load 16 keys or queries [16, KP]."""
+    k = tl.arange(0, KP)
+    place = pointer + rows[:, None] * row_stride + k[None, :]
+    return tl.load(place, mask=present[:, None] & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def norm_factors(rows):
+    """Split 1 / norm of each row into a power of two and a factor in [1, 2), 0 for a norm that overflows."""
+    x = rows.to(tl.float32)
+    factor = tl.math.rsqrt(tl.sum(x * x, 1) + 1e-6)
+    # Clearing the mantissa leaves the power of two.
+    power = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return power, tl.where(power > 0.0, factor / power, 0.0)
+
+
+@triton.jit
+def scale_rows(rows, power):
+    """Scale rows by a power of two each: exact in bfloat16; float16 becomes float32, in which it is exact."""
+    scaled = rows.to(tl.float32) * power[:, None]
+    if rows.dtype == tl.bfloat16:
+        scaled = scaled.to(tl.bfloat16)
+    return scaled
+
+
+@triton.jit
+def walk_to_roots(parents, log_decay, nodes, first, N, HV: tl.constexpr, NODES: tl.constexpr):
+    """Walk from each of 16 nodes up to its root.
+
+    Returns two words of 64 bits that mark the ancestors and the node itself, the sum of the log decays on the way in
+    float64, and the number of ancestors from node `first` on. Differences of such sums keep their digits: in float32
+    they would not (`decays_behind` in `_algebra.py`).
+    """
+    parent = tl.load(parents + nodes, mask=nodes < N, other=-2).to(tl.int32)
+    current = tl.where(parent != -2, nodes, -1)
+    low = tl.zeros([BLOCK], tl.int64)
+    high = tl.zeros([BLOCK], tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    depth = tl.full([BLOCK], -1, tl.int32)
+    while tl.max(current, 0) >= 0:
+        on_path = current >= 0
+        bit = tl.full([BLOCK], 1, tl.int64) << (current & 63).to(tl.int64)
+        low = tl.where(on_path & (current < 64), low | bit, low)
+        if NODES > 64:
+            high = tl.where(current >= 64, high | bit, high)
+        gate = tl.load(log_decay + current * HV, mask=on_path, other=0.0).to(tl.float32)
+        total += tl.maximum(gate, LEAST_GATE).to(tl.float64)
+        depth += (current >= first).to(tl.int32)
+        current = tl.load(parents + current, mask=on_path, other=-1).to(tl.int32)
+    return low, high, total, depth
+
+
+@triton.jit
+def has_bit(low, high, rows, NODES: tl.constexpr):
+    """Tell whether row j is marked for node i, as [j, i]."""
+    row = rows[:, None]
+    word = low[None, :]
+    if NODES > 64:
+        word = tl.where(row < 64, low[None, :], high[None, :])
+    return ((word >> (row & 63).to(tl.int64)) & 1) != 0
+
+
+@triton.jit
+def sum_after(gate):
+    """Sum 16 gates behind each one: after[j] = sum_{k > j} gate[k], without a subtraction."""
+    row = tl.arange(0, BLOCK)
+    return tl.sum(tl.where(row[:, None] > row[None, :], gate[:, None], 0.0), 0)
+
+
+@triton.jit
+def unit_upper_inverse(upper, depth, OPERAND: tl.constexpr):
+    """Invert I + upper for a strictly upper triangular [16, 16] whose column i refers to the ancestors of node i.
+
+    T = I - T upper gives column i from the columns of its ancestors, so a level of the tree is settled a step; columns
+    of deeper levels are left alone until their turn, since on the way they could overflow. A series in powers of
+    `upper` would be shorter and is off by 1e9 on chains of near-identical keys.
+    """
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    identity = tl.where(row == column, 1.0, 0.0)
+    inverse = identity
+    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for level in range(1, tl.max(depth, 0) + 1):
+        step = identity - dot_split(inverse, upper, zeros, False, False, OPERAND)
+        inverse = tl.where(depth[None, :] == level, step, inverse)
+    return inverse
