@@ -54,13 +54,14 @@ def obstacle() -> str:
 
 
 def fake_cuda(values: tuple[Any, ...], mode: FakeTensorMode) -> tuple[Any, ...]:
-    """Return fake CUDA tensors of the shapes, strides and dtypes of the tensors among `values`, and the rest as it is."""
+    """Return `values` with fake CUDA tensors of the same dtypes, shapes, strides and offsets for the tensors."""
 
     def fake(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         with mode:
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+            whole = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device="cuda")
+            return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
     return tuple(map(fake, values))
 

@@ -12,7 +12,7 @@ import contextlib
 import io
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -40,11 +40,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers a thread, bytes that a thread spills (stores and loads), bytes of shared memory a block."""
+    """Registers a thread, bytes that it spills (stores and loads), bytes of shared memory a block; and the assembly."""
 
     registers: int
     spill_bytes: int
     shared_bytes: int
+    ptx: str = field(repr=False)
 
 
 class _Pointer:
@@ -104,4 +105,5 @@ def resources(launch: Launch, capability: int) -> Resources:
         registers=max(map(int, re.findall(r"Used (\d+) registers", log))),
         spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         shared_bytes=compiled.metadata.shared,
+        ptx=compiled.asm["ptx"],
     )
