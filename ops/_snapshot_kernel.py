@@ -6,7 +6,8 @@ The columns of a state do not meet: u_i and o_i of a column need that column of 
 Order. A node needs its parent's state. Breadth first, most nodes of a tree would read it back, from so long ago that it
 has left the cache. Depth first, a first child finds it in the registers, and so does the next sibling of a leaf if the
 registers keep the state *before* the leaf, whose own is stored and not needed again. What remains to be read back was
-stored shortly before. For a tree of widths 3, 3, 3 that is 8 tiles of 40 instead of 38.
+stored shortly before. For a tree of widths 3, 3, 3 that is 8 tiles of 40 instead of 38. Only nodes with two children
+and a grandchild can be read back; the states of others need not stay in the cache and are stored as first to go.
 
 The order needs no stack. A node becomes ready when its parent is walked, and gets the time of that as its rank; of the
 nodes that are ready, the one of the highest rank is next, the first of its siblings. Padding is never ready.
@@ -64,7 +65,7 @@ def tree_snapshots_kernel(
     NODES: tl.constexpr,  # powers of two, at least num_nodes and KEY_DIM
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STORE_POLICY: tl.constexpr,
+    STREAM: tl.constexpr,  # the states to stream past the cache: "all", "none", or those that will not be "reread"
 ):
     TILES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     row = (tl.program_id(0) // (TILES * VALUE_HEADS)).to(tl.int64)
@@ -90,6 +91,7 @@ def tree_snapshots_kernel(
 
     index = tl.arange(0, NODES)
     tree = tl.load(parents + index, mask=index < num_nodes, other=-2).to(tl.int32)
+    above = tl.load(parents + tree - num_earlier, mask=tree >= num_earlier, other=-2).to(tl.int32)
     num_real = tl.sum((tree != -2).to(tl.int32), 0)
     # Ranks: roots and children of earlier nodes are ready with 0, all others not, with -1.
     first = tl.min(tl.where((tree != -2) & (tree < num_earlier), index, NODES), 0)
@@ -132,7 +134,14 @@ def tree_snapshots_kernel(
         read = q_factor * (decay * from_query + tl.sum(k * q, 0) * written)
         after = (decay * state + k[:, None] * written[None, :]).to(states.dtype.element_ty)
         tl.store(output + node * (VALUE_HEADS * VALUE_DIM) + column, read.to(output.dtype.element_ty), mask=in_column)
-        tl.store(states + node * node_stride + tile, after, mask=in_tile, eviction_policy=STORE_POLICY)
+        rereads = STREAM == "none"
+        if STREAM == "reread":
+            num_children = tl.sum((tree == node + num_earlier).to(tl.int32), 0)
+            rereads = (num_children > 1) & (tl.max((above == node + num_earlier).to(tl.int32), 0) > 0)
+        if rereads:
+            tl.store(states + node * node_stride + tile, after, mask=in_tile)
+        else:
+            tl.store(states + node * node_stride + tile, after, mask=in_tile, eviction_policy="evict_first")
 
         if following_parent == node + num_earlier:
             state = after.to(tl.float32)

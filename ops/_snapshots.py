@@ -76,7 +76,7 @@ def snapshot_config(key_dim: int, value_dim: int) -> dict[str, Any]:
     elements take 64 registers a thread each, which leaves room for the rest and for eleven programs a multiprocessor.
     """
     keys = _power_of_two(key_dim)
-    return {"COLUMNS": max(4, min(_power_of_two(value_dim), 2048 // keys)), "num_warps": 1, "STORE_POLICY": ""}
+    return {"COLUMNS": max(4, min(_power_of_two(value_dim), 2048 // keys)), "num_warps": 1, "STREAM": "reread"}
 
 
 def snapshot_launch(
