@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from parents import chain, widths
+from snapshots import snapshot_inputs
 from tolerances import FLOAT32, relative_error
 from treewy import ops
 from treewy.ops import PADDING
@@ -24,7 +25,7 @@ WITH_PREFIX = OpCase(
     prefix_parents=(-1, 0, 0, 1),
     attach=((1,) * 7, (3,) * 7, (-1,) * 7),
 )
-NAMES = ("tree_wy_solve", "tree_wy_commit", "tree_wy_commit_", "tree_conv", "tree_attention")
+NAMES = ("tree_wy_solve", "tree_wy_commit", "tree_wy_commit_", "tree_conv", "tree_attention", "tree_snapshots")
 FUNCTIONAL = tuple(name for name in NAMES if not name.endswith("_"))
 
 
@@ -42,6 +43,8 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
         return (pool, torch.arange(batch) * 2, *written)
     if name == "tree_conv":
         return tuple(case.conv_inputs(dtype))
+    if name == "tree_snapshots":
+        return tuple(snapshot_inputs(case, dtype, num_earlier=len(case.prefix_parents)))
     return tuple(case.attention_inputs(dtype))
 
 
@@ -248,6 +251,8 @@ def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
             dynamic.append(None)
         elif name == "tree_wy_solve" and 7 <= position < 11:
             dynamic.append({**columns, 2: prefix} if position == 10 else {0: batch, 1: prefix})
+        elif name == "tree_snapshots" and position == 7:
+            dynamic.append({0: batch, 1: torch.export.Dim("earlier")})
         elif name == "tree_conv" and position in (2, 3):
             dynamic.append({})
         elif name == "tree_wy_commit_" and position == 0:
@@ -269,6 +274,7 @@ ROWS_ONLY = {
     ("tree_wy_solve", 5),
     ("tree_wy_commit", 0),
     ("tree_conv", 1),
+    ("tree_snapshots", 5),
     ("tree_attention", 3),
     ("tree_attention", 4),
 }
