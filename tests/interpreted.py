@@ -4,9 +4,10 @@ Triton decides when a function is decorated whether it will be interpreted: TRIT
 is first imported, and then holds for the whole process, its standard library (`tl.sum`, `tl.cumsum`, ...) included.
 That would ask for a process for each kind of test. Here the decision is made at the launch instead:
 
-    interpreted(kernel)[grid](*args, **constexprs)
+    interpreted(kernel)[grid](*args, **constexprs)    launches one kernel
+    run_interpreted(ops.tree_conv, *arguments)        runs an operator as on a GPU: its own launches, on CPU tensors
 
-rewrites a copy of the kernel's Python function as the interpreter would. While it runs, a compiled function that is
+This rewrites a copy of the kernel's Python function as the interpreter would. While it runs, a compiled function that is
 called, be it a helper in another module of kernels or one of the standard library, is rewritten likewise. When it has
 run, everything is as it was: `kernel` itself still compiles.
 
@@ -19,11 +20,14 @@ computes, but results are rounded toward zero, so that comparisons are made in f
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import triton.language as tl
+from torch._library.custom_ops import CustomOpDef
+from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -67,18 +71,52 @@ def _interpreting() -> Iterator[None]:
             scope.restore()
 
 
+def _launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    with torch._C.DisableTorchFunction(), _interpreting():
+        _rewritten(kernel.fn)[grid](*args, **kwargs)
+
+
 class _Interpreted:
     def __init__(self, kernel: JITFunction) -> None:
-        self.kernel = kernel
+        self._kernel = kernel
 
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            with _interpreting():
-                _rewritten(self.kernel.fn)[grid](*args, **kwargs)
-
-        return launch
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return functools.partial(_launch, self._kernel, grid=grid, warmup=False)
 
 
 def interpreted(kernel: JITFunction) -> _Interpreted:
     """Return what launches `kernel` as `kernel[grid](...)` would, interpreted, on CPU tensors."""
     return _Interpreted(kernel)
+
+
+_UNINITIALISED = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+
+
+class _CallItCuda(TorchFunctionMode):
+    """Tensors say that they are on a GPU; those made for one are made on the CPU, full of NaN where nothing is said."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == torch.Tensor.device.__get__:
+            return torch.device("cuda")
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        result = function(*args, **kwargs)
+        return result.fill_(torch.nan) if function in _UNINITIALISED and result.is_floating_point() else result
+
+
+def run_interpreted(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what `function`, which calls operators, returns on a GPU: they choose launches, and these are interpreted.
+
+    Results and scratch that an operator allocates are full of NaN before it launches a kernel.
+    """
+
+    def body(operator: CustomOpDef, *args: Any, **kwargs: Any) -> Any:
+        return operator._init_fn(*args, **kwargs)
+
+    with (
+        mock.patch.object(JITFunction, "run", _launch),
+        mock.patch.object(CustomOpDef, "__call__", body),
+        _CallItCuda(),
+    ):
+        return function(*args)

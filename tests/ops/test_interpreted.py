@@ -4,11 +4,13 @@ import types
 
 import pytest
 import torch
+from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="kernels need the triton package")
 tl = pytest.importorskip("triton.language")
 
-from interpreted import interpreted  # noqa: E402
+from interpreted import interpreted, run_interpreted  # noqa: E402
+from toy_ops import scale_by_sum, scale_by_sum_  # noqa: E402
 
 SIDE = 16
 
@@ -84,6 +86,26 @@ def test_bfloat16_is_loaded_exactly_and_rounded_toward_zero_when_stored():
     y = torch.empty_like(x)
     interpreted(_triple)[(1,)](x, y, side=SIDE)
     assert torch.equal(y.float().view(torch.int32), (x.float() * 3).view(torch.int32) & -0x10000)
+
+
+def test_an_operator_launches_as_on_a_gpu() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).T
+    expected = x * x.sum() * 3
+    torch.testing.assert_close(run_interpreted(scale_by_sum, x, 3.0, 4), expected)
+    y = x.contiguous()
+    run_interpreted(scale_by_sum_, y, 3.0)
+    torch.testing.assert_close(y, expected)
+    assert x.device.type == "cpu"
+
+
+def test_what_an_operator_allocates_is_poisoned() -> None:
+    def allocate(x: Tensor) -> list[Tensor]:
+        factories = (torch.empty_like(x), x.new_empty(3), torch.empty(3, device=x.device))
+        return [*factories, torch.empty_strided((3,), (1,), device=x.device), torch.zeros(3, device=x.device)]
+
+    *poisoned, zeros = run_interpreted(allocate, torch.ones(3))
+    assert all(x.isnan().all() for x in poisoned)
+    assert not zeros.any()
 
 
 def _state(module):

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from parents import chain, widths
+from snapshots import snapshot_inputs
 from tolerances import FLOAT32, relative_error
 from treewy import ops
 from treewy.ops import PADDING
@@ -32,6 +33,7 @@ NAMES = (
     "tree_conv_commit_",
     "tree_attention",
     "tree_kv_commit_",
+    "tree_snapshots",
 )
 FUNCTIONAL = tuple(name for name in NAMES if not name.endswith("_"))
 IN_PLACE = tuple(name for name in NAMES if name.endswith("_"))
@@ -61,6 +63,8 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
         columns = num_nodes + batch
         pool = torch.arange(LAYERS * 2 * batch * 3 * columns * 4).reshape(LAYERS, 2 * batch, 3, columns, 4).to(dtype)
         return (pool, -pool, torch.arange(batch) * 2, torch.arange(batch), solve.parents, accepted)
+    if name == "tree_snapshots":
+        return tuple(snapshot_inputs(case, dtype, num_earlier=len(case.prefix_parents)))
     return tuple(case.attention_inputs(dtype))
 
 
@@ -277,6 +281,8 @@ def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
             dynamic.append(None)
         elif name == "tree_wy_solve" and 7 <= position < 11:
             dynamic.append({**columns, 2: prefix} if position == 10 else {0: batch, 1: prefix})
+        elif name == "tree_snapshots" and position == 7:
+            dynamic.append({0: batch, 1: torch.export.Dim("earlier")})
         elif name == "tree_conv" and position in (2, 3):
             dynamic.append({})
         elif name == "tree_wy_commit_" and position == 0:
@@ -303,6 +309,7 @@ ROWS_ONLY = {
     ("tree_wy_solve", 5),
     ("tree_wy_commit", 0),
     ("tree_conv", 1),
+    ("tree_snapshots", 5),
     ("tree_attention", 3),
     ("tree_attention", 4),
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parents import widths
+from snapshots import snapshot_inputs
 from treewy import ops
 from treewy.testing import OpCase
 
@@ -15,6 +16,7 @@ STRUCTURE = OpCase((widths(2, 2),) * 3, prefix_parents=(-1, 0), attach=((1,) * 7
 SOLVE = STRUCTURE.solve_inputs(torch.float32)._asdict()
 CONV = STRUCTURE.conv_inputs(torch.float32)._asdict()
 ATTENTION = STRUCTURE.attention_inputs(torch.float32)._asdict()
+SNAPSHOTS = snapshot_inputs(STRUCTURE, torch.float32, num_earlier=2)._asdict()
 WRITTEN = {
     "pseudo_value": SOLVE["value"],
     "key": SOLVE["key"],
@@ -43,6 +45,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "parents": CONV["parents"],
         "accepted_node": torch.tensor([0, 1, 2]),
     },
+    "tree_snapshots": SNAPSHOTS,
 }
 TENSORS = [(call, name) for call, values in CALLS.items() for name, x in values.items() if isinstance(x, Tensor)]
 INDICES = [(call, name) for call, name in TENSORS if CALLS[call][name].dtype == torch.int64]
@@ -69,6 +72,7 @@ def free_dimensions(call: str, name: str) -> set[int]:
         ("tree_conv_commit_", "window_pool"): {1, 3},
         ("tree_attention", "query"): {2},
         ("tree_kv_commit_", "parents"): {1},
+        ("tree_snapshots", "earlier_states"): {1},
     }
     return free.get((call, name), set())
 
@@ -103,7 +107,13 @@ def test_the_prefix_mask_is_a_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [("tree_wy_solve", "value"), ("tree_wy_commit", "pseudo_value"), ("tree_attention", "query")]
+    ("call", "name"),
+    [
+        ("tree_wy_solve", "value"),
+        ("tree_wy_commit", "pseudo_value"),
+        ("tree_attention", "query"),
+        ("tree_snapshots", "value"),
+    ],
 )
 def test_heads_divide_into_groups(call: str, name: str) -> None:
     group = "key"
@@ -121,6 +131,7 @@ def test_heads_divide_into_groups(call: str, name: str) -> None:
         ("tree_conv_commit_", "x"),
         ("tree_attention", "query"),
         ("tree_kv_commit_", "parents"),
+        ("tree_snapshots", "value"),
     ],
 )
 def test_a_tree_has_a_node(call: str, name: str) -> None:
@@ -138,6 +149,7 @@ NODES = {"tree_conv_commit_": 2}  # the dimension of nodes, if not 1
         ("tree_wy_solve", "prefix_log_decay"),
         ("tree_wy_commit", "log_decay"),
         ("tree_wy_commit_", "log_decay"),
+        ("tree_snapshots", "log_decay"),
     ],
 )
 def test_a_decay_for_each_channel_is_refused(call: str, name: str) -> None:
