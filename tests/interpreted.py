@@ -82,6 +82,7 @@ _ARITHMETIC = {
     name: _in_float32(getattr(interpreter.InterpreterBuilder, name))
     for name in ("unary_op", "binary_op", "ternary_op", "create_fma", "create_dot")
 }
+_ARITHMETIC["get_bf16"] = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)  # Triton 3.6 has none
 
 
 @contextlib.contextmanager
@@ -92,7 +93,7 @@ def _interpreting() -> Iterator[None]:
     with (
         mock.patch.object(JITFunction, "__call__", _call),
         mock.patch.multiple(interpreter, _patch_lang_tensor=_patch_tensor, _convert_float=_convert_float),
-        mock.patch.multiple(interpreter.InterpreterBuilder, **_ARITHMETIC),
+        mock.patch.multiple(interpreter.InterpreterBuilder, create=True, **_ARITHMETIC),
     ):
         scope = interpreter._patch_lang(sees_both)
         try:
