@@ -1,7 +1,7 @@
 """CUDA tensors that are not there: what lets code for a GPU be compiled, and looked at, on a machine without one.
 
-All of PyTorch's and Triton's private names that this takes are in this file and in `fake_inductor.py`. Checked with
-torch 2.11 (CUDA build) and 2.13 (CPU build), triton 3.6 and 3.9.
+The private names of PyTorch and Triton that this takes are here, in `fake_inductor.py` and in `interpreted.py`. Checked
+with torch 2.11 (CUDA build) and 2.13 (CPU build), triton 3.6 and 3.9.
 """
 
 import contextlib
@@ -9,15 +9,18 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 _DEVICE_GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -94,3 +97,17 @@ def triton_target(capability: int, device: Any = 0) -> Iterator[None]:
         yield
     finally:
         driver._active = active
+
+
+@contextlib.contextmanager
+def launching_with(launch: Callable[..., None]) -> Iterator[None]:
+    """Let operators run their bodies, and `kernel[grid](...)` call `launch(kernel, ..., grid=grid, warmup=False)`.
+
+    Dispatched as usual, operators on fake tensors would call their fakes, which launch nothing.
+    """
+
+    def body(operator: CustomOpDef, *args: Any, **kwargs: Any) -> Any:
+        return operator._init_fn(*args, **kwargs)
+
+    with mock.patch.object(CustomOpDef, "__call__", body), mock.patch.object(JITFunction, "run", launch):
+        yield

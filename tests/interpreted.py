@@ -7,14 +7,15 @@ That would ask for a process for each kind of test. Here the decision is made at
     interpreted(kernel)[grid](*args, **constexprs)    launches one kernel
     run_interpreted(ops.tree_conv, *arguments)        runs an operator as on a GPU: its own launches, on CPU tensors
 
-This rewrites a copy of the kernel's Python function as the interpreter would. While it runs, a compiled function that is
-called, be it a helper in another module of kernels or one of the standard library, is rewritten likewise. When it has
+This rewrites a copy of the kernel's Python function as the interpreter would. While that runs, a compiled function that
+it calls, be it a helper in another module of kernels or one of the standard library, is rewritten likewise. When it has
 run, everything is as it was: `kernel` itself still compiles.
 
-The interpreter computes with numpy, which has no bfloat16: arithmetic in it is garbage without a warning (an inner
-product is off by 1e11). Inputs of bfloat16 are read exactly by a kernel that converts them to float32 before it
-computes, but results are rounded toward zero, so that comparisons are made in float32. Launch options such as
-`num_warps` are ignored, and programs run one after the other: a race between them does not show.
+The interpreter computes with numpy, which has no bfloat16: left alone it adds and multiplies the bits as integers, and
+cuts digits off where a GPU rounds to the nearest. Here arithmetic on bfloat16 is done in float32 and rounded, inner
+products of bfloat16 are exact up to the rounding of their sums, as on a GPU. What differs from a GPU: products in tf32
+and in three of them (tf32x3) have float32's precision, `tl.exp` is numpy's, programs run one after the other, so that
+no race between them shows, and launch options such as `num_warps` do nothing. Inline assembly and libdevice do not run.
 """
 
 import contextlib
@@ -24,12 +25,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import triton.language as tl
-from torch._library.custom_ops import CustomOpDef
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
+
+from fake_cuda import launching_with
 
 
 @functools.cache
@@ -46,13 +49,40 @@ def _call(kernel: JITFunction, *args: Any, **kwargs: Any) -> Any:
     return _rewritten(kernel.fn).rewrite()(*args, **kwargs)
 
 
-_patch_tensor_as_triton_does = interpreter._patch_lang_tensor
-
-
-def _patch_tensor(tensor: Any, scope: Any) -> None:
-    _patch_tensor_as_triton_does(tensor, scope)
+def _patch_tensor(tensor: Any, scope: Any, *, original: Any = interpreter._patch_lang_tensor) -> None:
+    original(tensor, scope)
     # For Triton 3.6, which makes an int of an array that has one dimension: numpy 2.4 refuses.
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
+def _convert_float(
+    data: Any, input_dtype: Any, output_dtype: Any, rounding: Any, *, original: Any = interpreter._convert_float
+) -> Any:
+    if (input_dtype, output_dtype) == (tl.float32, tl.bfloat16) and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
+        return torch.from_numpy(np.array(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return original(data, input_dtype, output_dtype, rounding)
+
+
+def _in_float32(method: Any) -> Any:
+    """Let a method of the interpreter's builder convert operands in bfloat16, and its result back if all were."""
+
+    def converting(self: Any, *args: Any) -> Any:
+        dtypes = [x.dtype.scalar if isinstance(x, interpreter.TensorHandle) else None for x in args]
+        if tl.bfloat16 not in dtypes:
+            return method(self, *args)
+        pairs = zip(args, dtypes, strict=True)
+        result = method(self, *(self.cast_impl(x, tl.float32) if dtype == tl.bfloat16 else x for x, dtype in pairs))
+        narrow = tl.float32 not in dtypes and result.data.dtype != np.bool_  # comparisons give bools
+        return self.cast_impl(result, tl.bfloat16) if narrow else result
+
+    return converting
+
+
+_ARITHMETIC = {
+    name: _in_float32(getattr(interpreter.InterpreterBuilder, name))
+    for name in ("unary_op", "binary_op", "ternary_op", "create_fma", "create_dot")
+}
+_ARITHMETIC["get_bf16"] = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)  # Triton 3.6 has none
 
 
 @contextlib.contextmanager
@@ -62,7 +92,8 @@ def _interpreting() -> Iterator[None]:
     sees_both = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     with (
         mock.patch.object(JITFunction, "__call__", _call),
-        mock.patch.object(interpreter, "_patch_lang_tensor", _patch_tensor),
+        mock.patch.multiple(interpreter, _patch_lang_tensor=_patch_tensor, _convert_float=_convert_float),
+        mock.patch.multiple(interpreter.InterpreterBuilder, create=True, **_ARITHMETIC),
     ):
         scope = interpreter._patch_lang(sees_both)
         try:
@@ -111,12 +142,5 @@ def run_interpreted(function: Callable[..., Any], *args: Any) -> Any:
     Results and scratch that an operator allocates are full of NaN before it launches a kernel.
     """
 
-    def body(operator: CustomOpDef, *args: Any, **kwargs: Any) -> Any:
-        return operator._init_fn(*args, **kwargs)
-
-    with (
-        mock.patch.object(JITFunction, "run", _launch),
-        mock.patch.object(CustomOpDef, "__call__", body),
-        _CallItCuda(),
-    ):
+    with launching_with(_launch), _CallItCuda():
         return function(*args)

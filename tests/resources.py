@@ -14,15 +14,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import triton
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-from fake_cuda import fake_cuda, triton_target
+from fake_cuda import fake_cuda, launching_with, triton_target
 
 # What one block may have, in bytes (CUDA C++ programming guide, "technical specifications per compute capability").
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -60,22 +58,15 @@ class _Pointer:
 
 
 def launches(function: Callable[..., Any], *args: Any) -> list[Launch]:
-    """Return the launches that `function` makes on CUDA tensors of the shapes, strides and dtypes of `args`.
-
-    Its operators run their bodies, as they do on a GPU; without the replacement below fake tensors would meet the
-    operator's fake, which launches nothing.
-    """
+    """Return the launches that `function` makes on CUDA tensors with the dtypes, shapes and strides of `args`."""
     found: list[Launch] = []
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         found.append(Launch(kernel, grid, args, kwargs))
 
-    def body(operator: CustomOpDef, *args: Any, **kwargs: Any) -> Any:
-        return operator._init_fn(*args, **kwargs)
-
     mode = FakeTensorMode()
     fakes = fake_cuda(args, mode)
-    with mode, mock.patch.object(JITFunction, "run", record), mock.patch.object(CustomOpDef, "__call__", body):
+    with mode, launching_with(record):
         function(*fakes)
     return found
 

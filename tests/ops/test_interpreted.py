@@ -76,16 +76,23 @@ def test_helpers_loops_scans_products_and_bits_compute_what_they_say():
 
 
 @triton.jit
-def _triple(x, y, side: tl.constexpr):
+def _in_bfloat16(x, y, product, sums, less, side: tl.constexpr):
     row = tl.arange(0, side)
-    tl.store(y + row, (tl.load(x + row).to(tl.float32) * 3).to(y.dtype.element_ty))
+    at = row[:, None] * side + row[None, :]
+    left, right = tl.load(x + at), tl.load(y + at)
+    tl.store(product + at, tl.dot(left, right))
+    tl.store(sums + at, (left + right) * left - right * 0.5)
+    tl.store(less + at, tl.where(left < right, left, right.to(tl.float32) * 3))
 
 
-def test_bfloat16_is_loaded_exactly_and_rounded_toward_zero_when_stored():
-    x = torch.randn(SIDE, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = torch.empty_like(x)
-    interpreted(_triple)[(1,)](x, y, side=SIDE)
-    assert torch.equal(y.float().view(torch.int32), (x.float() * 3).view(torch.int32) & -0x10000)
+def test_bfloat16_rounds_to_the_nearest_and_multiplies_as_on_a_gpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(SIDE, SIDE, generator=generator).bfloat16() for _ in range(2))
+    product, (sums, less) = torch.empty(SIDE, SIDE), torch.empty(2, SIDE, SIDE).bfloat16()
+    interpreted(_in_bfloat16)[(1,)](x, y, product, sums, less, side=SIDE)
+    torch.testing.assert_close(product, x.float() @ y.float())
+    assert torch.equal(sums, (x + y) * x - y * 0.5)
+    assert torch.equal(less, torch.where(x < y, x, (y.float() * 3).bfloat16()))
 
 
 def test_an_operator_launches_as_on_a_gpu() -> None:
@@ -124,6 +131,7 @@ def test_nothing_is_left_changed_and_the_kernel_still_compiles():
         tl.math,
         tl.standard,
         interpreter,
+        interpreter.InterpreterBuilder,
         JITFunction,
         triton.knobs.runtime,
         types.SimpleNamespace(**_everything.fn.__globals__),
