@@ -11,7 +11,12 @@ extended with zeros, and neither the tree nor the window is ever laid out as a s
 
 Rounding follows Hugging Face, whose verification must agree with its decoding: inputs in the dtype of the weight,
 products accumulated in float32 at least, rounded once to the dtype of the weight, then the activation in that dtype.
+
+On CUDA one kernel gathers, convolves and activates (`_conv_kernel.py`). Queries, keys and values are views of its one
+contiguous output: splitting moves nothing, so there is no operator for it.
 """
+
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -20,6 +25,12 @@ from torch.nn import functional
 from treewy.ops._registration import tree_op
 from treewy.ops._tree import PADDING, depths
 from treewy.ops._validation import check_index, check_nodes, check_rank, check_shape
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    from torch.library import wrap_triton
+
+    from treewy.ops._conv_kernel import tree_conv_kernel
 
 
 def _reference(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, parents: Tensor, activation: str) -> Tensor:
@@ -43,7 +54,50 @@ def _reference(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, parents:
     return result.to(x.dtype).masked_fill((parents == PADDING).unsqueeze(-1), 0.0).contiguous()
 
 
-_tree_conv = tree_op("tree_conv")(_reference)
+def _tile(num_nodes: int, taps: int) -> tuple[int, int, int]:
+    """Choose nodes and channels a program, and its warps.
+
+    64 channels of bfloat16 are one cache line. With all nodes of a small tree in one program its weights and window are
+    loaded once, and ancestors are found in the first-level cache. More nodes, and more taps, would not fit registers.
+    """
+    if num_nodes <= 4:
+        return 4, 64, 2
+    if num_nodes <= 8 or taps > 4:
+        return 8, 64, 2
+    return 16, 64, 2
+
+
+@tree_op("tree_conv")
+def _tree_conv(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, parents: Tensor, activation: str) -> Tensor:
+    if x.device.type != "cuda" or torch.float64 in (x.dtype, window.dtype, weight.dtype, bias.dtype):
+        return _reference(x, window, weight, bias, parents, activation)
+    batch, num_nodes, num_channels = x.shape
+    block_nodes, block_channels, num_warps = _tile(num_nodes, weight.shape[1])
+    has_bias = bias.shape[0] != 0
+    weight = weight.contiguous()
+    output = x.new_empty(x.shape)
+    grid = (batch * triton.cdiv(num_nodes, block_nodes), triton.cdiv(num_channels, block_channels))
+    wrap_triton(tree_conv_kernel)[grid](
+        x,
+        window,
+        weight,
+        bias.contiguous() if has_bias else weight,
+        parents,
+        output,
+        num_nodes,
+        num_channels,
+        *x.stride(),
+        *window.stride(),
+        *parents.stride(),
+        WINDOW=window.shape[2],
+        TAPS=weight.shape[1],
+        HAS_BIAS=has_bias,
+        SILU=activation == "silu",
+        BLOCK_NODES=block_nodes,
+        BLOCK_CHANNELS=block_channels,
+        num_warps=num_warps,
+    )
+    return output
 
 
 @_tree_conv.register_fake
@@ -58,8 +112,10 @@ def tree_conv(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, parents: 
 
     with e_i(d) the entry d steps back from node i among the window's columns, its ancestors and itself.
 
+    On CUDA a kernel runs, but for float64, which takes the reference.
+
     Args:
-        x: `[B, N, C]`, floating.
+        x: `[B, N, C]`, floating; may be a slice of a wider projection.
         window: `[B, C, W]`, floating: the last committed columns, newest last; W may be less or more than Kw - 1,
             missing columns are 0.
         weight: `[C, Kw]`, floating; the last tap meets the node itself.
@@ -68,7 +124,8 @@ def tree_conv(x: Tensor, window: Tensor, weight: Tensor, bias: Tensor, parents: 
         activation: "silu", or "" for none.
 
     Returns:
-        `[B, N, C]` in the dtype of `x`, rounded as Hugging Face rounds; 0 for padding.
+        `[B, N, C]`, contiguous, in the dtype of `x`, rounded as Hugging Face rounds; 0 for padding. Queries, keys and
+        values are views of it: `result.split([HK * K, HK * K, HV * V], dim=-1)`, each then `unflatten(-1, (H, D))`.
 
     Raises:
         ValueError: A shape, a dtype or the activation does not fit.

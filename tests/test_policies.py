@@ -12,6 +12,7 @@ from tolerances import STATE_AFTER_COMMITS, STORES_FLOAT32, relative_error
 from treewy._generate import COMMIT_POLICIES
 from treewy._nodes import _RING_ROWS, DeferredNodes, FusedNodes, Nodes, WyNodes
 from treewy._session import Session
+from treewy.ops import PADDING
 
 BATCH, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 3, 2, 6, 8, 10
 CHANNELS, WIDTH = 7, 4
@@ -84,6 +85,14 @@ def test_a_path_longer_than_the_ring_is_committed_whole(make_nodes: type[Nodes])
     long = torch.arange(-1, _RING_ROWS + 6).expand(BATCH, -1)
     for accepted in ([2, _RING_ROWS + 5, -1], [_RING_ROWS + 6, 1, _RING_ROWS - 1], [0, 0, 0]):
         layer.round(long, torch.tensor(accepted))
+    assert relative_error(layer.materialize(), layer.exact) <= STATE_AFTER_COMMITS
+
+
+@pytest.mark.parametrize("make_nodes", POLICIES)
+def test_accepting_a_padding_node_leaves_the_state(make_nodes: type[Nodes]) -> None:
+    layer = Layer(make_nodes)
+    for accepted in ([2, 3, 3], [3, 0, 3]):
+        layer.round(torch.tensor([-1, 0, 0, PADDING]).expand(BATCH, -1), torch.tensor(accepted))
     assert relative_error(layer.materialize(), layer.exact) <= STATE_AFTER_COMMITS
 
 

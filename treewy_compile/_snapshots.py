@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from treewy._nodes import append, window_after
-from treewy.ops import PADDING, path_to_node
+from treewy.ops import PADDING, path_to_node, tree_snapshots
 
 
 class SnapshotNodes:
@@ -47,32 +47,14 @@ class SnapshotNodes:
         qk_l2norm: bool,
     ) -> Tensor:
         """Run the recurrence node by node, each from its parent's stored state."""
-        batch, num_new, dtype = *value.shape[:2], value.dtype
-        ratio = value.shape[2] // key.shape[2]
-        rows = torch.arange(batch, device=value.device)
-        query, key, value, beta, log_decay = (x.to(state.dtype) for x in (query, key, value, beta, log_decay))
-        if qk_l2norm:
-            query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-        query = query.repeat_interleave(ratio, dim=2) * key.shape[-1] ** -0.5
-        key = key.repeat_interleave(ratio, dim=2)
-        num_known = parents.shape[1] - num_new
-        padded = parents == PADDING
-        states = state.new_empty(batch, num_known + num_new, *state.shape[1:])
-        if self._states is not None:
-            states[:, :num_known] = self._states
-        outputs = []
-        for node in range(num_known, num_known + num_new):
-            parent = parents[:, node]
-            before = torch.where((parent >= 0)[:, None, None, None], states[rows, parent.clamp(min=0)], state)
-            decayed = before * log_decay[:, node - num_known].exp()[..., None, None]
-            k, q = key[:, node - num_known], query[:, node - num_known]
-            error = value[:, node - num_known] - torch.einsum("bhkv,bhk->bhv", decayed, k)
-            after = decayed + k[..., None] * (beta[:, node - num_known, :, None] * error)[:, :, None]
-            states[:, node] = torch.where(padded[:, node, None, None, None], state, after)
-            outputs.append(torch.einsum("bhkv,bhk->bhv", after, q))
-        self._states = states
-        output = torch.stack(outputs, dim=1).masked_fill(padded[:, num_known:, None, None], 0.0)
-        return output.to(dtype)
+        batch, num_new = value.shape[:2]
+        new_parents = parents[:, parents.shape[1] - num_new :]
+        earlier = state.new_empty(batch, 0, *state.shape[1:]) if self._states is None else self._states
+        output, states = tree_snapshots(
+            value, query, key, log_decay, beta, state, new_parents, earlier, key.shape[-1] ** -0.5, qk_l2norm
+        )
+        self._states = append(self._states, states, dim=1)
+        return output
 
     def commit_(self, state: Tensor, window: Tensor, parents: Tensor, accepted_node: Tensor) -> None:
         """Copy the accepted node's state and window over the committed ones."""
@@ -80,7 +62,7 @@ class SnapshotNodes:
         assert self._windows is not None
         rows = torch.arange(state.shape[0], device=state.device)
         chosen = accepted_node.clamp(min=0)
-        kept = accepted_node < 0
+        kept = (accepted_node < 0) | (parents[rows, chosen] == PADDING)
         state.copy_(torch.where(kept[:, None, None, None], state, self._states[rows, chosen]))
         window.copy_(torch.where(kept[:, None, None], window, self._windows[rows, chosen]))
         self._forget()

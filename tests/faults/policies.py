@@ -4,6 +4,10 @@ from faults.fault import Fault
 
 _NODES = "treewy_compile/_nodes.py"
 _SNAPSHOTS = "treewy_compile/_snapshots.py"
+_SNAPSHOT_OPERATOR = "ops/_snapshots.py"
+_SNAPSHOT_KERNEL = "ops/_snapshot_kernel.py"
+_OPERATOR_TESTS = "tests/ops/test_snapshots.py::"
+_KERNEL_TESTS = "tests/ops/test_snapshots_interpreted.py::"
 _POLICIES = "tests/test_policies.py::"
 _STATE = _POLICIES + "test_state_after_commits_equals_the_float64_recurrence"
 _CASES = "tests/test_cases.py::"
@@ -99,10 +103,10 @@ POLICIES = [
     ),
     Fault(
         "roots of a tree start from the last node's snapshot",
-        _SNAPSHOTS,
-        "before = torch.where((parent >= 0)[:, None, None, None], states[rows, parent.clamp(min=0)], state)",
-        "before = states[rows, parent] if node > 0 else state",
-        (_STORES + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-SnapshotNodes]",),
+        _SNAPSHOT_OPERATOR,
+        "before = torch.where((parent >= 0)[:, None, None, None], stored, committed_state).to(dtype)",
+        "before = (states[rows, parent] if node > 0 else committed_state).to(dtype)",
+        (_OPERATOR_TESTS + "test_equals_the_recurrence_in_float64_and_float32", _STORES + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-SnapshotNodes]",),
     ),
     Fault(
         "all rows take the window of row 0",
@@ -113,9 +117,58 @@ POLICIES = [
     ),
     Fault(
         "snapshots tile the key heads",
+        _SNAPSHOT_OPERATOR,
+        "k, q = k.repeat_interleave(ratio, dim=2), q.repeat_interleave(ratio, dim=2)",
+        "k, q = k.repeat(1, 1, ratio, 1), q.repeat(1, 1, ratio, 1)",
+        (_OPERATOR_TESTS + "test_equals_the_recurrence_in_float64_and_float32", _STATE + "[SnapshotNodes-1]",),
+    ),
+    Fault(
+        "levels above a tree's level are the committed state",
+        _SNAPSHOT_OPERATOR,
+        "states[:, :num_earlier] = earlier_states",
+        "states[:, :num_earlier] = committed_state[:, None]",
+        (_OPERATOR_TESTS + "test_a_tree_grown_in_parts_has_the_bits_of_the_tree_at_once",),
+    ),
+    Fault(
+        "a padding node that is accepted replaces the state",
         _SNAPSHOTS,
-        "key = key.repeat_interleave(ratio, dim=2)",
-        "key = key.repeat(1, 1, ratio, 1)",
-        (_STATE + "[SnapshotNodes-1]",),
+        "kept = (accepted_node < 0) | (parents[rows, chosen] == PADDING)",
+        "kept = accepted_node < 0",
+        (_POLICIES + "test_accepting_a_padding_node_leaves_the_state[SnapshotNodes]",),
+    ),
+    Fault(
+        "the kernel keeps the state after a leaf for its sibling",
+        _SNAPSHOT_KERNEL,
+        "if following_parent == node + num_earlier:",
+        "if following_parent == parent or following_parent == node + num_earlier:",
+        (_KERNEL_TESTS + "test_equals_the_recurrence_on_chosen_trees_and_sizes[widths 3, 3, 3]",),
+    ),
+    Fault(
+        "the kernel keeps the state for whatever comes next",
+        _SNAPSHOT_KERNEL,
+        "elif following_parent != parent:",
+        "elif following_parent < 0:",
+        (_KERNEL_TESTS + "test_equals_the_recurrence_on_chosen_trees_and_sizes[any node may be the parent]",),
+    ),
+    Fault(
+        "the kernel forgets the padding",
+        _SNAPSHOT_KERNEL,
+        "if num_real < num_nodes:",
+        "if num_real < 0:",
+        (_KERNEL_TESTS + "test_padding_is_inert_whatever_it_holds",),
+    ),
+    Fault(
+        "the kernel normalises the key once where it enters twice",
+        _SNAPSHOT_KERNEL,
+        "(v_raw.to(tl.float32) - decay * k_factor * from_key) * k_factor",
+        "(v_raw.to(tl.float32) - decay * k_factor * from_key)",
+        (_KERNEL_TESTS + "test_equals_the_recurrence_on_chosen_trees_and_sizes[one node]",),
+    ),
+    Fault(
+        "the kernel counts earlier states as nodes",
+        _SNAPSHOT_KERNEL,
+        "before = states + (following_parent - num_earlier) * node_stride",
+        "before = states + following_parent * node_stride",
+        (_KERNEL_TESTS + "test_equals_the_recurrence",),
     ),
 ]

@@ -1,0 +1,131 @@
+"""What Inductor writes for a GPU, without one. For a process of its own: it replaces parts of torch while it runs.
+
+    python tests/fake_inductor.py kernel_cases
+
+prints, for the first case of each function in `CASES` of that module, the names of the kernels that the function
+launches in eager mode and of all that Inductor's code for it runs.
+"""
+
+import contextlib
+import importlib
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import config
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fake_cuda import fake_cuda, obstacle, triton_target
+from resources import launches
+
+_H200 = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=140 << 30,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_block_optin=227 << 10,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+    is_integrated=0,
+)
+
+
+@contextlib.contextmanager
+def _h200() -> Iterator[None]:
+    replacements = {
+        (CudaInterface, "is_available"): True,
+        (CudaInterface, "get_device_properties"): _H200,
+        (CudaInterface, "is_bf16_supported"): True,
+        (CudaInterface, "get_compute_capability"): 90,
+        (CudaInterface, "get_raw_stream"): 0,
+        (CudaInterface, "current_device"): 0,
+        (CudaInterface, "synchronize"): None,
+        (CudaInterface.Worker, "get_device_properties"): _H200,
+        (CudaInterface.Worker, "current_device"): 0,
+        (torch.cuda, "get_device_capability"): (9, 0),
+        (torch.cuda, "get_device_properties"): _H200,
+        (torch.cuda, "current_device"): 0,
+    }
+
+    def constant(value: Any) -> Any:
+        return staticmethod(lambda *args, **kwargs: value)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(triton_target(90))
+        for (owner, name), value in replacements.items():
+            stack.enter_context(mock.patch.object(owner, name, constant(value)))
+        DeviceProperties.create.cache_clear()
+        yield
+
+
+class _WrittenError(Exception):
+    pass
+
+
+def generated_code(function: Callable[..., Any], *args: Any) -> str:
+    """Return what Inductor writes for `function` on CUDA tensors of the dtypes, shapes and strides of `args`."""
+    written: list[str] = []
+
+    def stop(graph: GraphLowering) -> None:
+        code, *_ = graph.codegen()
+        written.append(code.value)
+        raise _WrittenError
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    settings = {"fx_graph_cache": False, "compile_threads": 1, "joint_graph_constant_folding": False}
+    fakes = fake_cuda(args, mode)
+    torch._dynamo.reset()
+    with _h200(), mode, mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(settings):
+        try:
+            torch.compile(function, fullgraph=True)(*fakes)
+        except Exception:
+            if not written:
+                raise
+    (code,) = written
+    return code
+
+
+def launched(code: str) -> list[str]:
+    """Return the names of what the generated `code` runs, in order: kernels, and operators that it does not see into.
+
+    Kernels have their own names, of which Inductor counts the uses (`name_0`); what it wrote itself is `triton_...`.
+    """
+    call = re.search(r"\n    def call\(.*?(?=\nrunner = )", code, re.DOTALL)
+    assert call is not None, code
+    found = re.findall(r"(\w+)_\d+\.run\(|((?:torch\.ops|extern_kernels|aten)\.[\w.]+)\(", call.group())
+    return [kernel or operator for kernel, operator in found]
+
+
+def _main(module: str) -> None:
+    if reason := obstacle():
+        print(json.dumps({"skip": reason}))
+        return
+    cases = importlib.import_module(module).CASES
+    first_of_each_function = {function: name for name, (function, _) in reversed(cases.items())}
+    results = {}
+    for name in first_of_each_function.values():
+        function, args = cases[name]
+        # Dynamo wants a function of the caller's, not one of a library.
+        code = generated_code(lambda *args, function=function: function(*args), *args)
+        eager = [launch.kernel.fn.__name__ for launch in launches(function, *args)]
+        results[name] = {"eager": eager, "compiled": launched(code)}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

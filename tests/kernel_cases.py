@@ -1,0 +1,75 @@
+"""The calls of operators whose kernels are compiled without a GPU. A line for each way in which a kernel is launched.
+
+Operators choose tile sizes and warps by the number of nodes and the head dimensions, so there is a case for each such
+bucket and dtype, and none for sizes that change no more than loop bounds: compiling one takes up to seconds.
+Arguments have a shape and no data.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treewy import ops
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _conv(num_nodes: int, dtype: torch.dtype = BFLOAT16) -> Case:
+    channels, taps = 8192, 4
+    x, window = _tensor(2, num_nodes, channels, dtype=dtype), _tensor(2, channels, 4, dtype=dtype)
+    weight, bias = _tensor(channels, taps, dtype=dtype), _tensor(0, dtype=dtype)
+    return ops.tree_conv, (x, window, weight, bias, _tensor(2, num_nodes), "silu")
+
+
+def _conv_commit(num_nodes: int) -> Case:
+    layers, channels = 3, 8192
+    pool, x = _tensor(layers, 4, channels, 4, dtype=BFLOAT16), _tensor(layers, 2, num_nodes, channels, dtype=BFLOAT16)
+    return ops.tree_conv_commit_, (pool, _tensor(2), x, _tensor(2, num_nodes), _tensor(2))
+
+
+def _kv_commit(num_nodes: int, head_dim: int) -> Case:
+    keys, values = (_tensor(3, 4, 2, 1024, head_dim, dtype=BFLOAT16) for _ in range(2))
+    return ops.tree_kv_commit_, (keys, values, _tensor(2), _tensor(2), _tensor(2, num_nodes), _tensor(2))
+
+
+def _nodes(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Value, query, key, log decay, beta, committed state and parents of two rows."""
+    key_heads, value_heads, (key_dim, value_dim) = 16, 32, dims
+    value = _tensor(2, num_nodes, value_heads, value_dim, dtype=dtype)
+    query, key = (_tensor(2, num_nodes, key_heads, key_dim, dtype=dtype) for _ in range(2))
+    log_decay, beta = _tensor(2, num_nodes, value_heads, dtype=FLOAT32), _tensor(2, num_nodes, value_heads, dtype=dtype)
+    state = _tensor(2, value_heads, key_dim, value_dim, dtype=FLOAT32)
+    return value, query, key, log_decay, beta, state, _tensor(2, num_nodes)
+
+
+def _snapshots(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = BFLOAT16) -> Case:
+    nodes = _nodes(num_nodes, dims, dtype)
+    return ops.tree_snapshots, (*nodes, _tensor(2, 0, *nodes[5].shape[1:], dtype=FLOAT32), dims[0] ** -0.5, True)
+
+
+# The first case of a function is also compiled by Inductor.
+CASES = {
+    "conv, 4 nodes": _conv(4),
+    "conv, 8 nodes": _conv(8),
+    "conv, 16 to 64 nodes": _conv(64),
+    "conv, 16 to 64 nodes, float32": _conv(64, FLOAT32),
+    "commit of windows": _conv_commit(16),
+    "commit of keys and values, 16 nodes": _kv_commit(16, 256),
+    "commit of keys and values, 64 nodes": _kv_commit(64, 256),
+    "commit of keys and values, 128 nodes": _kv_commit(128, 256),
+    "snapshots, 64 x 64": _snapshots(16, (64, 64)),
+    "snapshots, 128 x 128": _snapshots(16, (128, 128)),
+    "snapshots, 128 x 128, 64 nodes": _snapshots(64, (128, 128)),
+    "snapshots, 128 x 128, float32": _snapshots(16, (128, 128), FLOAT32),
+    "snapshots, 96 x 192": _snapshots(16, (96, 192)),
+    "snapshots, 256 x 256": _snapshots(16, (256, 256)),
+}

@@ -1,0 +1,62 @@
+"""Kernels at the configurations that are shipped, compiled for GPUs that are not here: no spills, and they fit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="kernels need the triton package")
+
+from fake_cuda import obstacle
+from kernel_cases import CASES
+from resources import SHARED_BYTES, launches, resources
+from toy_ops import scale_by_sum, scale_by_sum_kernel
+
+
+@pytest.fixture(autouse=True)
+def _fake_cuda() -> None:
+    if reason := obstacle():
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_neither_spill_nor_exceed_shared_memory(case: str, capability: int) -> None:
+    function, args = CASES[case]
+    found = launches(function, *args)
+    assert found, "the operator launched nothing"
+    for launch in found:
+        taken = resources(launch, capability)
+        assert taken.spill_bytes == 0, (launch.kernel, taken)
+        assert taken.shared_bytes <= SHARED_BYTES[capability], (launch.kernel, taken)
+
+
+def test_a_tile_that_does_not_fit_into_the_registers_is_seen_to_spill() -> None:
+    def taken(num_warps: int):
+        (launch,) = launches(scale_by_sum, torch.empty(64, 128, device="meta").T, 2.0, num_warps)
+        return resources(launch, 90)
+
+    wide, narrow = taken(16), taken(1)
+    assert wide.spill_bytes == 0
+    assert 16 < wide.registers < 128  # 128 * 64 numbers for 512 threads
+    assert wide.shared_bytes > 0  # warps exchange their sums
+    assert narrow.spill_bytes > 0  # 256 numbers a thread, of which 255 fit at most
+
+
+def test_launches_are_taken_down_as_they_are_made() -> None:
+    (launch,) = launches(scale_by_sum, torch.empty(64, 128, device="meta").T, 2.0, 8)
+    x, y, *rest = launch.args
+    assert (launch.kernel.fn.__name__, launch.grid, launch.kwargs) == ("scale_by_sum_kernel", (1,), {"num_warps": 8})
+    assert (x.shape, x.stride(), x.device.type, y.dtype) == ((128, 64), (64, 1), "cuda", torch.float32)
+    assert rest == [64, 2.0, 128, 64]
+
+
+def test_what_is_known_of_addresses_and_integers_reaches_the_compiler() -> None:
+    """As on a GPU: only a tensor whose address is divisible by 16 is read 16 bytes at a time."""
+    whole = torch.empty(64 * 256 + 1, device="meta")
+
+    def has_vectors(x: Tensor) -> bool:
+        (launch,) = launches(lambda x: scale_by_sum_kernel[(1,)](x, x, 256, 2.0, 64, 256), x)
+        return "ld.global.v4" in resources(launch, 90).ptx
+
+    assert has_vectors(whole[:-1])
+    assert not has_vectors(whole[1:])
