@@ -23,6 +23,9 @@ A tile that is read back was written by this program. Elements may have been wri
 tile is smaller than the threads, so a barrier, which orders memory within a program, comes in between.
 """
 
+# mypy: ignore-errors
+# The language of kernels has no types.
+
 import triton
 import triton.language as tl
 

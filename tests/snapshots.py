@@ -28,9 +28,7 @@ class SnapshotInputs(NamedTuple):
         def convert(name: str, x: Tensor) -> Tensor:
             return x.to(device, state_dtype if "state" in name else dtype if x.is_floating_point() else x.dtype)
 
-        return SnapshotInputs(
-            *(convert(name, x) if isinstance(x, Tensor) else x for name, x in self._asdict().items())
-        )
+        return SnapshotInputs(*(convert(name, x) if isinstance(x, Tensor) else x for name, x in self._asdict().items()))
 
     def rows(self, rows: slice) -> "SnapshotInputs":
         return SnapshotInputs(*(x[rows] if isinstance(x, Tensor) else x for x in self))

@@ -8,14 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels need the triton package")
 
-from interpreted import interpreted  # noqa: E402
-from parents import chain, widths  # noqa: E402
-from snapshots import SnapshotInputs, expected, snapshot_inputs  # noqa: E402
-from tolerances import AMPLIFIED, FLOAT32, relative_error  # noqa: E402
-from treewy.ops import PADDING  # noqa: E402
-from treewy.ops._snapshot_kernel import tree_snapshots_kernel  # noqa: E402
-from treewy.ops._snapshots import snapshot_config, snapshot_launch  # noqa: E402
-from treewy.testing import OpCase, op_cases  # noqa: E402
+from interpreted import interpreted
+from parents import chain, widths
+from snapshots import SnapshotInputs, expected, snapshot_inputs
+from tolerances import AMPLIFIED, FLOAT32, relative_error
+from treewy.ops import PADDING
+from treewy.ops._snapshot_kernel import tree_snapshots_kernel
+from treewy.ops._snapshots import snapshot_config, snapshot_launch
+from treewy.testing import OpCase, op_cases
 
 
 def launch(inputs: SnapshotInputs, **config: int | str) -> tuple[Tensor, Tensor]:
