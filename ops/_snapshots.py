@@ -66,7 +66,7 @@ def _reference(
         absent = (parent == PADDING)[:, None, None]
         states[:, num_earlier + node] = after.masked_fill(absent[..., None], 0.0).to(states.dtype)
         outputs.append(output.masked_fill(absent, 0.0).to(value.dtype))
-    return torch.stack(outputs, dim=1), states[:, num_earlier:].contiguous()
+    return torch.stack(outputs, dim=1), states[:, num_earlier:].clone() if num_earlier else states
 
 
 def snapshot_config(key_dim: int, value_dim: int) -> dict[str, Any]:
