@@ -6,7 +6,7 @@ from torch import Tensor
 
 from parents import chain, widths
 from snapshots import SnapshotInputs, expected, snapshot_inputs
-from tolerances import AMPLIFIED, BFLOAT16_ROUNDING, FLOAT32, relative_error
+from tolerances import AMPLIFIED, BFLOAT16_PAIR, BFLOAT16_ROUNDING, FLOAT32, relative_error
 from treewy import ops
 from treewy.ops import PADDING
 from treewy.testing import OpCase
@@ -161,13 +161,15 @@ def test_opcheck(num_earlier: int) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_to_the_bits_of_eager(dynamic: bool) -> None:
+def test_compiled_it_gives_the_numbers_of_eager(dynamic: bool) -> None:
+    """Not the bits: without knowing that strides are multiples of 16 a compiler sums norms in another order."""
     torch.use_deterministic_algorithms(False)
     compiled = torch.compile(ops.tree_snapshots, fullgraph=True, dynamic=dynamic)
     for trees in ((widths(2, 2), chain(7)), (widths(3, 3), chain(13), random_tree(13, 21))):
         inputs = on_gpu(OpCase(trees, key_dim=64, value_dim=64))
-        for a, b in zip(compiled(*inputs), ops.tree_snapshots(*inputs), strict=True):
-            assert torch.equal(a, b)
+        (output, states), (eager_output, eager_states) = compiled(*inputs), ops.tree_snapshots(*inputs)
+        assert relative_error(output, eager_output) <= BFLOAT16_PAIR
+        assert relative_error(states, eager_states) <= FLOAT32
 
 
 def test_a_captured_graph_replays_for_other_trees_and_numbers() -> None:
