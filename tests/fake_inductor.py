@@ -3,7 +3,7 @@
     python tests/fake_inductor.py kernel_cases
 
 prints, for the first case of each function in `CASES` of that module, the names of the kernels that the function
-launches in eager mode and of all that Inductor's code for it runs.
+launches in eager mode and of all that Inductor's code for it runs, for these sizes and for any.
 """
 
 import contextlib
@@ -77,8 +77,11 @@ class _WrittenError(Exception):
     pass
 
 
-def generated_code(function: Callable[..., Any], *args: Any) -> str:
-    """Return what Inductor writes for `function` on CUDA tensors of the dtypes, shapes and strides of `args`."""
+def generated_code(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> str:
+    """Return what Inductor writes for `function` on CUDA tensors of the dtypes, shapes and strides of `args`.
+
+    With `dynamic` for any such shapes: operators then choose their launches by sizes that are symbols.
+    """
     written: list[str] = []
 
     def stop(graph: GraphLowering) -> None:
@@ -92,7 +95,7 @@ def generated_code(function: Callable[..., Any], *args: Any) -> str:
     torch._dynamo.reset()
     with _h200(), mode, mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(settings):
         try:
-            torch.compile(function, fullgraph=True)(*fakes)
+            torch.compile(function, fullgraph=True, dynamic=dynamic)(*fakes)
         except Exception:
             if not written:
                 raise
@@ -120,10 +123,15 @@ def _main(module: str) -> None:
     results = {}
     for name in first_of_each_function.values():
         function, args = cases[name]
-        # Dynamo wants a function of the caller's, not one of a library.
-        code = generated_code(lambda *args, function=function: function(*args), *args)
-        eager = [launch.kernel.fn.__name__ for launch in launches(function, *args)]
-        results[name] = {"eager": eager, "compiled": launched(code)}
+
+        def call(*args: Any, function: Any = function) -> Any:  # Dynamo wants a function of the caller's
+            return function(*args)
+
+        results[name] = {
+            "eager": [launch.kernel.fn.__name__ for launch in launches(function, *args)],
+            "compiled": launched(generated_code(call, *args)),
+            "compiled for any size": launched(generated_code(call, *args, dynamic=True)),
+        }
     print(json.dumps(results))
 
 
