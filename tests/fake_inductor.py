@@ -103,15 +103,19 @@ def generated_code(function: Callable[..., Any], *args: Any, dynamic: bool = Fal
     return code
 
 
-def launched(code: str) -> list[str]:
-    """Return the names of what the generated `code` runs, in order: kernels, and operators that it does not see into.
+_RUN = r"(\w+)_\d+\.run\(|((?:torch\.ops|extern_kernels|aten)\.[\w.]+|cpp_fused\w*|\w+\.copy_)\("
 
-    Kernels have their own names, of which Inductor counts the uses (`name_0`); what it wrote itself is `triton_...`.
+
+def launched(code: str) -> list[str]:
+    """Return the names of what the generated `code` runs, in order: kernels, opaque operators, copies between devices.
+
+    Kernels have their own names, of which Inductor counts the uses (`name_0`); what it wrote itself is `triton_...`, or
+    `cpp_...` on the CPU.
     """
     call = re.search(r"\n    def call\(.*?(?=\nrunner = )", code, re.DOTALL)
     assert call is not None, code
-    found = re.findall(r"(\w+)_\d+\.run\(|((?:torch\.ops|extern_kernels|aten)\.[\w.]+)\(", call.group())
-    return [kernel or operator for kernel, operator in found]
+    found = re.findall(_RUN, call.group())
+    return [kernel or other for kernel, other in found]
 
 
 def _main(module: str) -> None:

@@ -37,4 +37,6 @@ def test_copies_and_opaque_operators_would_be_seen() -> None:
         assert (before.startswith("triton_"), kernels, after.startswith("triton_")) == (True, kernel, True)
         before, *kernels = launched["needs a copy"]
         assert (before.startswith("triton_"), kernels) == (True, kernel)
+        copy, addition = launched["leaves the GPU"]
+        assert (copy.endswith("copy_"), addition.startswith("cpp_")) == (True, True)
         assert launched["opaque"] == ["torch.ops.treewy_tests.opaque.default"]
