@@ -51,15 +51,8 @@ def _h200() -> Iterator[None]:
         (CudaInterface, "is_available"): True,
         (CudaInterface, "get_device_properties"): _H200,
         (CudaInterface, "is_bf16_supported"): True,
-        (CudaInterface, "get_compute_capability"): 90,
-        (CudaInterface, "get_raw_stream"): 0,
-        (CudaInterface, "current_device"): 0,
-        (CudaInterface, "synchronize"): None,
         (CudaInterface.Worker, "get_device_properties"): _H200,
-        (CudaInterface.Worker, "current_device"): 0,
-        (torch.cuda, "get_device_capability"): (9, 0),
         (torch.cuda, "get_device_properties"): _H200,
-        (torch.cuda, "current_device"): 0,
     }
 
     def constant(value: Any) -> Any:
