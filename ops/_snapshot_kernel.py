@@ -23,6 +23,9 @@ A tile that is read back was written by this program. Elements may have been wri
 tile is smaller than the threads, so a barrier, which orders memory within a program, comes in between.
 """
 
+# mypy: ignore-errors
+# The language of kernels has no types.
+
 import triton
 import triton.language as tl
 
@@ -89,6 +92,8 @@ def tree_snapshots_kernel(
     states += (row * num_nodes * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
     node_stride = tl.full((), VALUE_HEADS * KEY_DIM * VALUE_DIM, tl.int64)
 
+    # A tree nearly always begins with a child of the committed state: it is on its way while the order is found.
+    state = tl.load(committed_state + tile, mask=in_tile, other=0.0).to(tl.float32)
     index = tl.arange(0, NODES)
     tree = tl.load(parents + index, mask=index < num_nodes, other=-2).to(tl.int32)
     above = tl.load(parents + tree - num_earlier, mask=tree >= num_earlier, other=-2).to(tl.int32)
@@ -104,9 +109,7 @@ def tree_snapshots_kernel(
     v_raw = tl.load(value + node * value_node + column, mask=in_column, other=0.0)
     gate = tl.load(log_decay + node * decay_node)
     strength = tl.load(beta + node * beta_node)
-    if parent < 0:
-        state = tl.load(committed_state + tile, mask=in_tile, other=0.0).to(tl.float32)
-    else:
+    if parent >= 0:
         state = tl.load(earlier_states + parent * node_stride + tile, mask=in_tile, other=0.0).to(tl.float32)
 
     for step in range(num_real):

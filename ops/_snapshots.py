@@ -4,7 +4,7 @@
 node can be committed by taking its state. That moves N + 1 states a tree where the solve moves one, and holds N of them
 until the commit.
 
-"Stored" is meant: where states are bfloat16, a node starts from its parent's rounded state, as a model does that decodes
+"Stored" is meant: where states are bfloat16, a node starts from its parent's rounded state, as in a model that decodes
 the path token by token, so that a path gives the same numbers in every tree that contains it.
 
 On CUDA `_snapshot_kernel.py` does the same; `snapshot_launch` says how it is launched.
@@ -66,7 +66,7 @@ def _reference(
         absent = (parent == PADDING)[:, None, None]
         states[:, num_earlier + node] = after.masked_fill(absent[..., None], 0.0).to(states.dtype)
         outputs.append(output.masked_fill(absent, 0.0).to(value.dtype))
-    return torch.stack(outputs, dim=1), states[:, num_earlier:].contiguous()
+    return torch.stack(outputs, dim=1), states[:, num_earlier:].clone() if num_earlier else states
 
 
 def snapshot_config(key_dim: int, value_dim: int) -> dict[str, Any]:
@@ -234,9 +234,7 @@ def tree_snapshots(
     check_shape("committed_state", committed_state, "B, HV, K, V", batch, value_heads, key_dim, value_dim)
     check_shape("parents", parents, "B, N", batch, num_nodes)
     check_index("parents", parents)
-    check_shape(
-        "earlier_states", earlier_states, "B, M, HV, K, V", batch, num_earlier, value_heads, key_dim, value_dim
-    )
+    check_shape("earlier_states", earlier_states, "B, M, HV, K, V", batch, num_earlier, value_heads, key_dim, value_dim)
     if earlier_states.dtype != committed_state.dtype:
         raise ValueError(
             f"earlier_states has dtype {earlier_states.dtype}, expected that of committed_state, "

@@ -106,7 +106,10 @@ POLICIES = [
         _SNAPSHOT_OPERATOR,
         "before = torch.where((parent >= 0)[:, None, None, None], stored, committed_state).to(dtype)",
         "before = (states[rows, parent] if node > 0 else committed_state).to(dtype)",
-        (_OPERATOR_TESTS + "test_equals_the_recurrence_in_float64_and_float32", _STORES + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-SnapshotNodes]",),
+        (
+            _OPERATOR_TESTS + "test_equals_the_recurrence_in_float64_and_float32",
+            _STORES + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-SnapshotNodes]",
+        ),
     ),
     Fault(
         "all rows take the window of row 0",
@@ -120,7 +123,10 @@ POLICIES = [
         _SNAPSHOT_OPERATOR,
         "k, q = k.repeat_interleave(ratio, dim=2), q.repeat_interleave(ratio, dim=2)",
         "k, q = k.repeat(1, 1, ratio, 1), q.repeat(1, 1, ratio, 1)",
-        (_OPERATOR_TESTS + "test_equals_the_recurrence_in_float64_and_float32", _STATE + "[SnapshotNodes-1]",),
+        (
+            _OPERATOR_TESTS + "test_equals_the_recurrence_in_float64_and_float32",
+            _STATE + "[SnapshotNodes-1]",
+        ),
     ),
     Fault(
         "levels above a tree's level are the committed state",

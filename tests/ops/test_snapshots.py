@@ -130,6 +130,14 @@ def test_the_inputs_are_left_as_they_are() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True) if isinstance(a, Tensor))
 
 
+@pytest.mark.parametrize("num_earlier", [0, 2])
+def test_the_states_keep_nothing_else_alive(num_earlier: int) -> None:
+    inputs = snapshot_inputs(OpCase((widths(2, 2),)), torch.float32, num_earlier=num_earlier)
+    _, states = ops.tree_snapshots(*inputs)
+    assert states.untyped_storage().nbytes() == states.nbytes
+    torch.library.opcheck(torch.ops.treewy.tree_snapshots.default, tuple(inputs), test_utils="test_faketensor")
+
+
 def test_earlier_states_have_the_dtype_of_the_committed_state() -> None:
     inputs = snapshot_inputs(TREE, torch.float32, num_earlier=2)
     message = r"earlier_states has dtype torch.bfloat16, expected that of committed_state, torch.float32"
