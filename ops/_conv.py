@@ -12,8 +12,8 @@ extended with zeros, and neither the tree nor the window is ever laid out as a s
 Rounding follows Hugging Face, whose verification must agree with its decoding: inputs in the dtype of the weight,
 products accumulated in float32 at least, rounded once to the dtype of the weight, then the activation in that dtype.
 
-On CUDA one kernel gathers, convolves and activates (`_conv_kernel.py`). Queries, keys and values are then slices of its
-one contiguous output, which the solve reads in place: splitting costs nothing, so there is no operator for it.
+On CUDA one kernel gathers, convolves and activates (`_conv_kernel.py`). Queries, keys and values are views of its one
+contiguous output: splitting moves nothing, so there is no operator for it.
 """
 
 import importlib.util

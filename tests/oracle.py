@@ -141,6 +141,28 @@ def conv(
     return result
 
 
+def conv_commit(window_pool: Tensor, slots: Tensor, x: Tensor, parents: Tensor, accepted_node: Tensor) -> Tensor:
+    """Append the columns of each accepted path to the window of its slot, and drop as many old ones."""
+    result = window_pool.clone()
+    for row, slot in enumerate(slots.tolist()):
+        for node in path(parents[row].tolist(), int(accepted_node[row])):
+            if slot >= 0:
+                column = x[:, row, node, :, None].to(result.dtype)
+                result[:, slot] = torch.cat([result[:, slot, :, 1:], column], dim=-1)
+    return result
+
+
+def kv_commit(pool: Tensor, slots: Tensor, start: Tensor, parents: Tensor, accepted_node: Tensor) -> Tensor:
+    """Copy the columns of each accepted path, one by one, to the front of its nodes. For keys and values alike."""
+    result = pool.clone()
+    for row, slot in enumerate(slots.tolist()):
+        for place, node in enumerate(path(parents[row].tolist(), int(accepted_node[row]))):
+            if slot >= 0:
+                first = int(start[row])
+                result[:, slot, :, first + place] = pool[:, slot, :, first + node]
+    return result
+
+
 def attention(
     query: Tensor,
     key: Tensor,

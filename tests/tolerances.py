@@ -35,6 +35,10 @@ BFLOAT16_PAIR = 2 * BFLOAT16_ROUNDING
 # As before, then through an activation that is rounded too; the slope of SiLU is at most 1.1.
 BFLOAT16_ACTIVATED_PAIR = 1.1 * BFLOAT16_PAIR + BFLOAT16_PAIR
 
+# A kernel may have this multiple of the error that the reference has in the same dtype, beside float32 rounding: it
+# rounds to that dtype where the reference does, but exponentials and the order of sums may differ (design.md).
+KERNEL_OVER_REFERENCE = 2.0
+
 # Greedy text in float32: where the plain model's two greatest logits are closer than this, another order of summation
 # may choose the other token. A token of the tiny random models is such a tie about once in 5,000 (design.md). Measured:
 # 0 ties in 200 generations of each of seven families.

@@ -5,6 +5,9 @@ from faults.fault import Fault
 _SOLVE = "tests/ops/test_solve.py::"
 _COMMIT = "tests/ops/test_commit.py::"
 _CONV = "tests/ops/test_conv.py::"
+_CONV_COMMIT = "tests/ops/test_conv_commit.py::"
+_KV_COMMIT = "tests/ops/test_kv_commit.py::"
+_KERNELS = "tests/ops/test_conv_interpreted.py::"
 _TREE = "tests/ops/test_tree.py::"
 
 OPERATORS = [
@@ -147,6 +150,69 @@ OPERATORS = [
         "result = total.to(weight.dtype)",
         "result = total",
         (_CONV + "test_the_activation_acts_on_the_rounded_sum",),
+    ),
+    Fault(
+        "the kernel of the convolution stays at the newest column of the window",
+        "ops/_conv_kernel.py",
+        "tl.where(on_node, above, source - 1)",
+        "tl.where(on_node, above, source)",
+        (_KERNELS + "test_the_convolution_equals_that_of_each_path_whatever_padding_holds",),
+    ),
+    Fault(
+        "the kernel of the convolution meets the node itself with the first tap",
+        "ops/_conv_kernel.py",
+        "weight[TAPS - 1 - steps_back]",
+        "weight[steps_back]",
+        (_KERNELS + "test_the_convolution_equals_that_of_each_path_whatever_padding_holds",),
+    ),
+    Fault(
+        "a commit of windows writes slot 0 for rows without a slot",
+        "ops/_conv_commit.py",
+        "writer = writing_rows(length > 0)",
+        "writer = torch.arange(batch, device=parents.device)",
+        (_CONV_COMMIT + "test_rows_without_a_slot_do_not_alias_slot_0",),
+    ),
+    Fault(
+        "the kernel that commits windows takes -1 for a slot",
+        "ops/_conv_commit_kernel.py",
+        "if (slot < 0) | (accepted < 0):",
+        "if accepted < 0:",
+        (_KERNELS + "test_windows_advance_along_the_path_and_nothing_else_does",),
+    ),
+    Fault(
+        "the kernel that commits windows takes the nodes before a node for its ancestors",
+        "ops/_conv_commit_kernel.py",
+        "tl.where(walks, tl.where(source >= 0, above, source - 1), source)",
+        "tl.where(walks, source - 1, source)",
+        (_KERNELS + "test_windows_advance_along_the_path_and_nothing_else_does",),
+    ),
+    Fault(
+        "a commit of keys and values takes the depth of a node for its index",
+        "ops/_kv_commit.py",
+        "source = (first[:, None] + node)",
+        "source = (first[:, None] + place)",
+        (_KV_COMMIT + "test_moves_the_path_and_nothing_else",),
+    ),
+    Fault(
+        "a commit of keys and values moves all nodes of a row, not those of the path alone",
+        "ops/_kv_commit.py",
+        "torch.where(index < length[:, None], index, 0)",
+        "index.expand_as(path)",
+        (_KV_COMMIT + "test_moves_the_path_and_nothing_else",),
+    ),
+    Fault(
+        "the kernel that commits keys and values lays the path down from its end",
+        "ops/_kv_commit_kernel.py",
+        "place = length - 1 - lane",
+        "place = lane",
+        (_KERNELS + "test_keys_and_values_of_the_path_move_and_nothing_else_does",),
+    ),
+    Fault(
+        "the kernel that commits keys and values commits padding",
+        "ops/_kv_commit_kernel.py",
+        "if tl.load(parents_ptr + node * parents_node_stride) == -2:",
+        "if tl.load(parents_ptr + node * parents_node_stride) == -3:",
+        (_KERNELS + "test_keys_and_values_of_the_path_move_and_nothing_else_does",),
     ),
     Fault(
         "inner products of keys are taken in float32",

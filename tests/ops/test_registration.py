@@ -25,8 +25,19 @@ WITH_PREFIX = OpCase(
     prefix_parents=(-1, 0, 0, 1),
     attach=((1,) * 7, (3,) * 7, (-1,) * 7),
 )
-NAMES = ("tree_wy_solve", "tree_wy_commit", "tree_wy_commit_", "tree_conv", "tree_attention", "tree_snapshots")
+NAMES = (
+    "tree_wy_solve",
+    "tree_wy_commit",
+    "tree_wy_commit_",
+    "tree_conv",
+    "tree_conv_commit_",
+    "tree_attention",
+    "tree_kv_commit_",
+    "tree_snapshots",
+)
 FUNCTIONAL = tuple(name for name in NAMES if not name.endswith("_"))
+IN_PLACE = tuple(name for name in NAMES if name.endswith("_"))
+LAYERS = 2
 
 
 def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
@@ -43,6 +54,15 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
         return (pool, torch.arange(batch) * 2, *written)
     if name == "tree_conv":
         return tuple(case.conv_inputs(dtype))
+    conv = case.conv_inputs(dtype)
+    if name == "tree_conv_commit_":
+        pool = torch.stack([torch.cat([conv.window, conv.window + layer]) for layer in range(LAYERS)])
+        x = torch.stack([conv.x + layer for layer in range(LAYERS)])
+        return (pool, torch.arange(batch) * 2, x, solve.parents, accepted)
+    if name == "tree_kv_commit_":
+        columns = num_nodes + batch
+        pool = torch.arange(LAYERS * 2 * batch * 3 * columns * 4).reshape(LAYERS, 2 * batch, 3, columns, 4).to(dtype)
+        return (pool, -pool, torch.arange(batch) * 2, torch.arange(batch), solve.parents, accepted)
     if name == "tree_snapshots":
         return tuple(snapshot_inputs(case, dtype, num_earlier=len(case.prefix_parents)))
     return tuple(case.attention_inputs(dtype))
@@ -50,6 +70,12 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
 
 def operator(name: str) -> Any:
     return getattr(torch.ops.treewy, name).default
+
+
+def written(name: str, values: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The arguments that the operator writes."""
+    arguments = operator(name)._schema.arguments
+    return tuple(x for x, argument in zip(values, arguments, strict=True) if argument.is_write)
 
 
 def as_views(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -90,9 +116,9 @@ def test_opcheck(name: str, layout: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_with_inputs_that_require_gradients(name: str) -> None:
     """Case F24: prime-rl#3567. But for the backward pass, which raises."""
-    values = tuple(x.requires_grad_() if is_floating(x) else x for x in arguments(name))
-    if name == "tree_wy_commit_":  # a leaf that requires gradients cannot be written in place
-        values = (values[0].detach(), *values[1:])
+    values = arguments(name)
+    pools = written(name, values)  # a leaf that requires gradients cannot be written in place
+    values = tuple(x.requires_grad_() if is_floating(x) and not any(x is y for y in pools) else x for x in values)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(operator(name), values, test_utils=utilities)
 
@@ -134,8 +160,8 @@ def test_views_give_the_same_numbers_as_contiguous_tensors(
 ) -> None:
     plain, views = arguments(name, WITH_PREFIX), lay_out(arguments(name, WITH_PREFIX))
     results = operator(name)(*plain), operator(name)(*views)
-    if name == "tree_wy_commit_":
-        results = plain[0], views[0]
+    if name in IN_PLACE:
+        results = written(name, plain), written(name, views)
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True):
         assert relative_error(b, a) <= FLOAT32
 
@@ -151,15 +177,19 @@ def test_compiles_to_one_graph_that_equals_eager(name: str) -> None:
             assert torch.equal(a, b)
 
 
-def test_the_commit_in_place_writes_the_pool_itself_under_compile() -> None:
-    pool, *rest = arguments("tree_wy_commit_")
-    expected = pool.clone()
-    ops.tree_wy_commit_(expected, *rest)
-    address = pool.data_ptr()
-    compiled = torch.compile(ops.tree_wy_commit_, fullgraph=True, backend="aot_eager")
-    assert compiled(pool, *rest) is None
-    assert pool.data_ptr() == address
-    assert torch.equal(pool, expected)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_commit_in_place_writes_the_pool_itself_under_compile(name: str) -> None:
+    values, expected = arguments(name), arguments(name)
+    getattr(ops, name)(*expected)
+    addresses = [pool.data_ptr() for pool in written(name, values)]
+    compiled = torch.compile(getattr(ops, name), fullgraph=True, backend="aot_eager")
+    assert compiled(*values) is None
+    for pool, address, right, before in zip(
+        written(name, values), addresses, written(name, expected), written(name, arguments(name)), strict=True
+    ):
+        assert pool.data_ptr() == address
+        assert torch.equal(pool, right)
+        assert not torch.equal(pool, before)
 
 
 def commit_of_a_clone_and_the_original(x: Tensor, *rest: Tensor) -> Tensor:
@@ -257,6 +287,10 @@ def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
             dynamic.append({})
         elif name == "tree_wy_commit_" and position == 0:
             dynamic.append({0: torch.export.Dim("slots")})
+        elif name in STACKED and position in STACKED[name]:
+            dynamic.append({1: torch.export.Dim("slots")})
+        elif name == "tree_conv_commit_" and position == 2:
+            dynamic.append({1: batch, 2: nodes})
         elif x.ndim == 1 or (name, position) in ROWS_ONLY:
             dynamic.append(rows)
         else:
@@ -270,6 +304,7 @@ def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
             assert torch.equal(a, b)
 
 
+STACKED = {"tree_conv_commit_": (0,), "tree_kv_commit_": (0, 1)}  # pools with the layer in front
 ROWS_ONLY = {
     ("tree_wy_solve", 5),
     ("tree_wy_commit", 0),

@@ -29,7 +29,22 @@ CALLS: dict[str, dict[str, Any]] = {
     "tree_wy_commit": {"committed_state": SOLVE["committed_state"], **WRITTEN},
     "tree_wy_commit_": {"state_pool": SOLVE["committed_state"], "slots": torch.tensor([0, 1, 2]), **WRITTEN},
     "tree_conv": CONV,
+    "tree_conv_commit_": {
+        "window_pool": CONV["window"][None],
+        "slots": torch.tensor([0, 1, 2]),
+        "x": CONV["x"][None],
+        "parents": CONV["parents"],
+        "accepted_node": torch.tensor([0, 1, 2]),
+    },
     "tree_attention": ATTENTION,
+    "tree_kv_commit_": {
+        "key_pool": ATTENTION["key_cache"][None],
+        "value_pool": ATTENTION["value_cache"][None],
+        "slots": torch.tensor([0, 1, 2]),
+        "start": torch.tensor([0, 1, 2]),
+        "parents": CONV["parents"],
+        "accepted_node": torch.tensor([0, 1, 2]),
+    },
     "tree_snapshots": SNAPSHOTS,
 }
 TENSORS = [(call, name) for call, values in CALLS.items() for name, x in values.items() if isinstance(x, Tensor)]
@@ -54,7 +69,9 @@ def free_dimensions(call: str, name: str) -> set[int]:
         ("tree_wy_commit_", "state_pool"): {0},
         ("tree_conv", "window"): {2},
         ("tree_conv", "weight"): {1},
+        ("tree_conv_commit_", "window_pool"): {1, 3},
         ("tree_attention", "query"): {2},
+        ("tree_kv_commit_", "parents"): {1},
         ("tree_snapshots", "earlier_states"): {1},
     }
     return free.get((call, name), set())
@@ -111,13 +128,18 @@ def test_heads_divide_into_groups(call: str, name: str) -> None:
         ("tree_wy_solve", "value"),
         ("tree_wy_commit", "pseudo_value"),
         ("tree_conv", "x"),
+        ("tree_conv_commit_", "x"),
         ("tree_attention", "query"),
+        ("tree_kv_commit_", "parents"),
         ("tree_snapshots", "value"),
     ],
 )
 def test_a_tree_has_a_node(call: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} has 0 nodes, expected at least 1 \(pad with parent -2\)"):
-        getattr(ops, call)(**{**CALLS[call], name: CALLS[call][name][:, :0]})
+        getattr(ops, call)(**{**CALLS[call], name: CALLS[call][name].narrow(NODES.get(call, 1), 0, 0)})
+
+
+NODES = {"tree_conv_commit_": 2}  # the dimension of nodes, if not 1
 
 
 @pytest.mark.parametrize(
@@ -144,3 +166,9 @@ def test_a_kernel_has_a_tap() -> None:
 def test_an_activation_is_known() -> None:
     with pytest.raises(ValueError, match='activation is \'gelu\', expected "silu" or ""'):
         ops.tree_conv(**{**CONV, "activation": "gelu"})
+
+
+def test_a_window_has_a_column() -> None:
+    call = CALLS["tree_conv_commit_"]
+    with pytest.raises(ValueError, match=r"window_pool has shape \(1, 3, 5, 0\), expected \[.*\] with W at least 1"):
+        ops.tree_conv_commit_(**{**call, "window_pool": call["window_pool"][..., :0]})
