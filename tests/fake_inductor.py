@@ -3,7 +3,7 @@
     python tests/fake_inductor.py kernel_cases
 
 prints, for the first case of each function in `CASES` of that module, the names of the kernels that the function
-launches in eager mode and of all that Inductor's code for it runs.
+launches in eager mode and of all that Inductor's code for it runs, for these sizes and for any.
 """
 
 import contextlib
@@ -51,15 +51,8 @@ def _h200() -> Iterator[None]:
         (CudaInterface, "is_available"): True,
         (CudaInterface, "get_device_properties"): _H200,
         (CudaInterface, "is_bf16_supported"): True,
-        (CudaInterface, "get_compute_capability"): 90,
-        (CudaInterface, "get_raw_stream"): 0,
-        (CudaInterface, "current_device"): 0,
-        (CudaInterface, "synchronize"): None,
         (CudaInterface.Worker, "get_device_properties"): _H200,
-        (CudaInterface.Worker, "current_device"): 0,
-        (torch.cuda, "get_device_capability"): (9, 0),
         (torch.cuda, "get_device_properties"): _H200,
-        (torch.cuda, "current_device"): 0,
     }
 
     def constant(value: Any) -> Any:
@@ -77,8 +70,11 @@ class _WrittenError(Exception):
     pass
 
 
-def generated_code(function: Callable[..., Any], *args: Any) -> str:
-    """Return what Inductor writes for `function` on CUDA tensors of the dtypes, shapes and strides of `args`."""
+def generated_code(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> str:
+    """Return what Inductor writes for `function` on CUDA tensors of the dtypes, shapes and strides of `args`.
+
+    With `dynamic` for any such shapes: operators then choose their launches by sizes that are symbols.
+    """
     written: list[str] = []
 
     def stop(graph: GraphLowering) -> None:
@@ -92,7 +88,7 @@ def generated_code(function: Callable[..., Any], *args: Any) -> str:
     torch._dynamo.reset()
     with _h200(), mode, mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(settings):
         try:
-            torch.compile(function, fullgraph=True)(*fakes)
+            torch.compile(function, fullgraph=True, dynamic=dynamic)(*fakes)
         except Exception:
             if not written:
                 raise
@@ -100,15 +96,19 @@ def generated_code(function: Callable[..., Any], *args: Any) -> str:
     return code
 
 
-def launched(code: str) -> list[str]:
-    """Return the names of what the generated `code` runs, in order: kernels, and operators that it does not see into.
+_RUN = r"(\w+)_\d+\.run\(|((?:torch\.ops|extern_kernels|aten)\.[\w.]+|cpp_fused\w*|\w+\.copy_)\("
 
-    Kernels have their own names, of which Inductor counts the uses (`name_0`); what it wrote itself is `triton_...`.
+
+def launched(code: str) -> list[str]:
+    """Return the names of what the generated `code` runs, in order: kernels, opaque operators, copies between devices.
+
+    Kernels have their own names, of which Inductor counts the uses (`name_0`); what it wrote itself is `triton_...`, or
+    `cpp_...` on the CPU.
     """
     call = re.search(r"\n    def call\(.*?(?=\nrunner = )", code, re.DOTALL)
     assert call is not None, code
-    found = re.findall(r"(\w+)_\d+\.run\(|((?:torch\.ops|extern_kernels|aten)\.[\w.]+)\(", call.group())
-    return [kernel or operator for kernel, operator in found]
+    found = re.findall(_RUN, call.group())
+    return [kernel or other for kernel, other in found]
 
 
 def _main(module: str) -> None:
@@ -120,10 +120,15 @@ def _main(module: str) -> None:
     results = {}
     for name in first_of_each_function.values():
         function, args = cases[name]
-        # Dynamo wants a function of the caller's, not one of a library.
-        code = generated_code(lambda *args, function=function: function(*args), *args)
-        eager = [launch.kernel.fn.__name__ for launch in launches(function, *args)]
-        results[name] = {"eager": eager, "compiled": launched(code)}
+
+        def call(*args: Any, function: Any = function) -> Any:  # Dynamo wants a function of the caller's
+            return function(*args)
+
+        results[name] = {
+            "eager": [launch.kernel.fn.__name__ for launch in launches(function, *args)],
+            "compiled": launched(generated_code(call, *args)),
+            "compiled for any size": launched(generated_code(call, *args, dynamic=True)),
+        }
     print(json.dumps(results))
 
 

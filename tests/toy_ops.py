@@ -48,5 +48,6 @@ CASES = {
     "in place": (lambda x: scale_by_sum_(x, 2.0), (_tensor(64, 128),)),
     "in place, on a part of a pool": (lambda pool: scale_by_sum_(pool[1], 2.0), (_tensor(4, 64, 128),)),
     "needs a copy": (lambda x: scale_by_sum(x, 2.0, 4), (_tensor(128, 64).T,)),
+    "leaves the GPU": (lambda x: x.cpu() + 1, (_tensor(64, 128),)),
     "opaque": (lambda x: opaque(x), (_tensor(64, 128),)),
 }

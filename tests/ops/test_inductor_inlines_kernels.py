@@ -24,16 +24,19 @@ def test_compiled_operators_run_their_kernels_and_nothing_else() -> None:
     """No call of an operator that stayed opaque, and no copy: a commit writes into the pool itself."""
     for name, launched in _run("kernel_cases").items():
         assert launched["eager"], name
-        assert launched["compiled"] == launched["eager"], name
+        assert launched["compiled"] == launched["compiled for any size"] == launched["eager"], name
 
 
 def test_copies_and_opaque_operators_would_be_seen() -> None:
     kernel = ["scale_by_sum_kernel"]
-    launched = _run("toy_ops")
-    assert launched["functional"] == {"eager": kernel, "compiled": kernel}
-    assert launched["in place"] == {"eager": kernel, "compiled": kernel}
-    before, *kernels, after = launched["in place, on a part of a pool"]["compiled"]
-    assert (before.startswith("triton_"), kernels, after.startswith("triton_")) == (True, kernel, True)
-    before, *kernels = launched["needs a copy"]["compiled"]
-    assert (before.startswith("triton_"), kernels) == (True, kernel)
-    assert launched["opaque"] == {"eager": [], "compiled": ["torch.ops.treewy_tests.opaque.default"]}
+    results = _run("toy_ops")
+    for mode in ("compiled", "compiled for any size"):
+        launched = {name: result[mode] for name, result in results.items()}
+        assert launched["functional"] == launched["in place"] == kernel
+        before, *kernels, after = launched["in place, on a part of a pool"]
+        assert (before.startswith("triton_"), kernels, after.startswith("triton_")) == (True, kernel, True)
+        before, *kernels = launched["needs a copy"]
+        assert (before.startswith("triton_"), kernels) == (True, kernel)
+        copy, addition = launched["leaves the GPU"]
+        assert (copy.endswith("copy_"), addition.startswith("cpp_")) == (True, True)
+        assert launched["opaque"] == ["torch.ops.treewy_tests.opaque.default"]
