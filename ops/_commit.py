@@ -14,15 +14,24 @@ under `torch.compile`. Rows with nothing to commit must not write, and must not 
 since their number would have to be read on the host. Sending them to slot 0 would race with the row that owns it. So
 each of them repeats the write of the first row that does commit: the same bits, to the same slot, in any order. When no
 row commits, all of them write the state that slot 0 already has. This touches B states, whatever the size of the pool.
+
+On CUDA `_commit_kernel.py` walks to the accepted node, and a program a tile of a state reads and writes it once.
 """
+
+import importlib.util
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
 
 from treewy.ops._algebra import decays_behind, grouped_matmul
+from treewy.ops._launch import commit_options, kernels_apply, rows_contiguous
 from treewy.ops._registration import tree_op
 from treewy.ops._tree import path_mask
 from treewy.ops._validation import check_group, check_index, check_log_decay, check_nodes, check_rank, check_shape
+
+if importlib.util.find_spec("triton") is not None:
+    from treewy.ops._commit_kernel import tree_commit_kernel
 
 
 def _reference(
@@ -52,7 +61,15 @@ def _tree_wy_commit(
     parents: Tensor,
     accepted_node: Tensor,
 ) -> Tensor:
-    return _reference(committed_state, pseudo_value, key, log_decay, path_mask(parents, accepted_node)).contiguous()
+    if not kernels_apply(committed_state, pseudo_value, key):
+        return _reference(committed_state, pseudo_value, key, log_decay, path_mask(parents, accepted_node)).contiguous()
+    state, result = committed_state.contiguous(), torch.empty_like(committed_state, memory_format=torch.contiguous_format)
+    written = rows_contiguous(pseudo_value, key, log_decay, parents)
+    grid, options = commit_options(state, pseudo_value, key)
+    wrap_triton(tree_commit_kernel)[grid](
+        state, accepted_node, *written, accepted_node, result, parents.shape[1], IN_PLACE=False, **options
+    )
+    return result
 
 
 @_tree_wy_commit.register_fake
@@ -77,6 +94,13 @@ def _tree_wy_commit_(
     parents: Tensor,
     accepted_node: Tensor,
 ) -> None:
+    if kernels_apply(state_pool, pseudo_value, key):
+        written = rows_contiguous(pseudo_value, key, log_decay, parents)
+        grid, options = commit_options(state_pool, pseudo_value, key)
+        wrap_triton(tree_commit_kernel)[grid](
+            state_pool, slots, *written, accepted_node, state_pool, parents.shape[1], IN_PLACE=True, **options
+        )
+        return
     on_path = path_mask(parents, accepted_node) & (slots >= 0)[:, None]
     slot = slots.long().clamp(min=0)
     states = _reference(state_pool.index_select(0, slot), pseudo_value, key, log_decay, on_path)

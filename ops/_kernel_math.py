@@ -2,7 +2,7 @@
 
 Precision. Tensor cores multiply bfloat16. A float32 number is the sum of two bfloat16 numbers up to 2^-18 of its size,
 so a product of float32 matrices is three products of halves (the low halves' product is below what is kept), and two
-where one side is bfloat16 already, as keys and queries of a model are. With `OPERAND` float32 the operands stay as they
+where one side is bfloat16 already, as keys and queries of a model are. With `FLOAT32` the operands stay as they
 are and the product takes three passes of tf32, which keeps about 22 bits.
 
 Keys. Normalised keys would be float32. Scaling a key by a power of two is exact in bfloat16, so keys are scaled by the
@@ -20,29 +20,29 @@ LEAST_GATE = tl.constexpr(-1000.0)  # exp is 0 long before; sums of such gates s
 
 
 @triton.jit
-def split(x, OPERAND: tl.constexpr):
-    """Return two halves of the type `OPERAND` whose sum is x up to 2^-17 of its size; x itself twice for float32.
+def split(x, FLOAT32: tl.constexpr):
+    """Return two bfloat16 halves whose sum is x up to 2^-17 of its size; with `FLOAT32`, x itself twice.
 
     The high half is rounded in integers: the compiler then packs both conversions, where a conversion there and back
     goes through a unit of a quarter of the speed.
     """
-    if OPERAND == tl.float32:
+    if FLOAT32:
         return x, x
     bits = x.to(tl.int32, bitcast=True)
     # Away from the greatest numbers, which would round to infinity.
     rounded = tl.where((bits & 0x7F7F8000) == 0x7F7F8000, bits, bits + 0x8000)
     high = (rounded & -65536).to(tl.float32, bitcast=True)
-    return high.to(OPERAND), (x - high).to(OPERAND)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
-def split_half(x, OPERAND: tl.constexpr):
+def split_half(x, FLOAT32: tl.constexpr):
     """Return the halves of x / 2, without the check of `split`: no rounding of x / 2 is infinite."""
-    if OPERAND == tl.float32:
+    if FLOAT32:
         return x * 0.5, x * 0.5
     x = x * 0.5
     high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
-    return high.to(OPERAND), (x - high).to(OPERAND)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
@@ -59,18 +59,21 @@ def dot_halves(left, left_low, right, right_low, total, LEFT_EXACT: tl.constexpr
 
 
 @triton.jit
-def dot_split(left, right, total, LEFT_EXACT: tl.constexpr, RIGHT_EXACT: tl.constexpr, OPERAND: tl.constexpr):
-    """Return total + left @ right; an exact side holds numbers of the type `OPERAND`."""
-    if LEFT_EXACT:
-        left = left.to(OPERAND)
-        left_low = left
+def halves(x, EXACT: tl.constexpr, FLOAT32: tl.constexpr):
+    """Return what `dot_halves` takes of x; an exact x holds bfloat16 numbers and has no low half."""
+    if EXACT and not FLOAT32:
+        x = x.to(tl.bfloat16)
+        low = x
     else:
-        left, left_low = split(left, OPERAND)
-    if RIGHT_EXACT:
-        right = right.to(OPERAND)
-        right_low = right
-    else:
-        right, right_low = split(right, OPERAND)
+        x, low = split(x.to(tl.float32), FLOAT32)
+    return x, low
+
+
+@triton.jit
+def dot_split(left, right, total, LEFT_EXACT: tl.constexpr, RIGHT_EXACT: tl.constexpr, FLOAT32: tl.constexpr):
+    """Return total + left @ right; an exact side holds bfloat16 numbers."""
+    left, left_low = halves(left, LEFT_EXACT, FLOAT32)
+    right, right_low = halves(right, RIGHT_EXACT, FLOAT32)
     return dot_halves(left, left_low, right, right_low, total, LEFT_EXACT, RIGHT_EXACT)
 
 
@@ -110,11 +113,15 @@ def walk_to_roots(parents, log_decay, nodes, first, N, HV: tl.constexpr, NODES: 
     they would not (`decays_behind` in `_algebra.py`).
     """
     parent = tl.load(parents + nodes, mask=nodes < N, other=-2).to(tl.int32)
-    current = tl.where(parent != -2, nodes, -1)
-    low = tl.zeros([BLOCK], tl.int64)
-    high = tl.zeros([BLOCK], tl.int64)
-    total = tl.zeros([BLOCK], tl.float64)
-    depth = tl.full([BLOCK], -1, tl.int32)
+    own_gate = tl.load(log_decay + nodes * HV, mask=nodes < N, other=0.0).to(tl.float32)
+    present = parent != -2
+    # The first step needs no loads that wait for others.
+    total = tl.where(present, tl.maximum(own_gate, LEAST_GATE), 0.0).to(tl.float64)
+    depth = tl.where(present & (nodes >= first), 0, -1)
+    current = tl.where(present, parent, -1)
+    own_bit = tl.full([BLOCK], 1, tl.int64) << (nodes & 63).to(tl.int64)
+    low = tl.where(present & (nodes < 64), own_bit, 0)
+    high = tl.where(present & (nodes >= 64), own_bit, 0)
     while tl.max(current, 0) >= 0:
         on_path = current >= 0
         bit = tl.full([BLOCK], 1, tl.int64) << (current & 63).to(tl.int64)
@@ -146,7 +153,7 @@ def sum_after(gate):
 
 
 @triton.jit
-def unit_upper_inverse(upper, depth, OPERAND: tl.constexpr):
+def unit_upper_inverse(upper, depth, FLOAT32: tl.constexpr):
     """Invert I + upper for a strictly upper triangular [16, 16] whose column i refers to the ancestors of node i.
 
     T = I - T upper gives column i from the columns of its ancestors, so a level of the tree is settled a step; columns
@@ -159,6 +166,6 @@ def unit_upper_inverse(upper, depth, OPERAND: tl.constexpr):
     inverse = identity
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     for level in range(1, tl.max(depth, 0) + 1):
-        step = identity - dot_split(inverse, upper, zeros, False, False, OPERAND)
+        step = identity - dot_split(inverse, upper, zeros, False, False, FLOAT32)
         inverse = tl.where(depth[None, :] == level, step, inverse)
     return inverse

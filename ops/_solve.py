@@ -30,12 +30,30 @@ In code A = [prefix_mask | ancestor_mask] has the shape `[B, N, P + N]`. The anc
 by index, so G_i - G_j = sum_{k > j} A[i, k] g[k], summed as such (see `decays_behind`). Exponents are masked before the
 exponential and never positive, so nothing overflows; inputs of padding are replaced by 0 before they are used, since a
 product with a mask would let NaN through.
+
+On CUDA the kernels of `_solve_kernel.py` and `_pass_kernel.py` do this; `_launch.py` chooses between them.
 """
+
+import importlib.util
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
 
 from treewy.ops._algebra import decays_behind, grouped_matmul
+from treewy.ops._launch import (
+    bucket,
+    check_kernel_limits,
+    fits_one_launch,
+    head_options,
+    kernels_apply,
+    pass_options,
+    prefix_chunks,
+    programs,
+    row_strided,
+    rows_contiguous,
+    solve_options,
+)
 from treewy.ops._registration import tree_op
 from treewy.ops._tree import PADDING, ancestor_mask
 from treewy.ops._validation import (
@@ -47,6 +65,10 @@ from treewy.ops._validation import (
     check_rank,
     check_shape,
 )
+
+if importlib.util.find_spec("triton") is not None:
+    from treewy.ops._pass_kernel import tree_pass_kernel, tree_tables_kernel
+    from treewy.ops._solve_kernel import tree_solve_kernel
 
 
 def _l2norm(x: Tensor) -> Tensor:
@@ -122,7 +144,74 @@ def _reference(
     )
 
 
-_tree_wy_solve = tree_op("tree_wy_solve")(_reference)
+@tree_op("tree_wy_solve")
+def _tree_wy_solve(
+    value: Tensor,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    committed_state: Tensor,
+    parents: Tensor,
+    prefix_pseudo_value: Tensor,
+    prefix_key: Tensor,
+    prefix_log_decay: Tensor,
+    prefix_mask: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = (value, query, key, log_decay, beta, committed_state, parents)
+    prefix = (prefix_pseudo_value, prefix_key, prefix_log_decay, prefix_mask)
+    if not kernels_apply(*inputs, *prefix):
+        return _reference(*inputs, *prefix, scale, qk_l2norm)
+    batch, num_nodes, value_heads, value_dim = value.shape
+    key_heads, key_dim = key.shape[2:]
+    prefix_length = prefix_key.shape[1]
+    check_kernel_limits("value", num_nodes, key_dim, value_dim)
+    value, query, key = row_strided(value), row_strided(query), row_strided(key)
+    log_decay, beta, state, parents = rows_contiguous(log_decay, beta, committed_state, parents)
+    known_value, known_key, known_decay, mask = rows_contiguous(*prefix)
+    output = value.new_empty(value.shape)
+    pseudo_value = value.new_empty(value.shape, dtype=torch.float32)
+    key_as_used = key.new_empty(key.shape, dtype=torch.float32)
+    path_log_decay = log_decay.new_empty(log_decay.shape, dtype=torch.float32)
+    heads = head_options(value, key, query)
+    shared = heads | {"NODES": bucket(num_nodes), "CHUNKS": prefix_chunks(prefix_length), "RAW_KEYS": False}
+    precision = {"L2NORM": qk_l2norm, "PREFIX_EXACT": prefix_key.dtype == torch.bfloat16}
+    strides = (query.stride(1), key.stride(1))
+    if fits_one_launch(batch, value_heads, num_nodes, prefix_length):
+        grid, options = solve_options(value, key_dim, heads["FLOAT32"])
+        wrap_triton(tree_solve_kernel)[grid](
+            *(value, query, key, log_decay, beta, state, parents, parents, known_value, known_key, known_decay, mask),
+            *(pseudo_value, key, pseudo_value, parents, key, pseudo_value, parents, parents),  # there is no ring
+            *(output, pseudo_value, key_as_used, path_log_decay),
+            *(num_nodes, prefix_length, num_nodes, num_nodes, scale, value.stride(1), *strides, 0),
+            RING=16,
+            **shared,
+            **precision,
+            **options,
+        )
+        return output, pseudo_value, key_as_used, path_log_decay
+    blocks = shared["NODES"] // 16
+    row_dtype = torch.bfloat16 if heads["KEYS_EXACT"] and not heads["FLOAT32"] else torch.float32
+    scaled_rows = key.new_empty(batch, key_heads, blocks, 2, 16, heads["KP"], dtype=row_dtype)
+    tables = pseudo_value.new_empty(batch, value_heads, blocks, shared["CHUNKS"] + blocks, 2, 16, 16)
+    factors = pseudo_value.new_empty(batch, value_heads, blocks, 6, 16)
+    wrap_triton(tree_tables_kernel)[(blocks, value_heads, batch)](
+        *(query, key, log_decay, beta, parents, known_key, known_decay, mask, parents),
+        *(scaled_rows, tables, factors, key_as_used, path_log_decay, num_nodes, prefix_length, scale, *strides),
+        num_warps=2,
+        **shared,
+        **precision,
+    )
+    num_tiles, options = pass_options(value, key_dim, heads["FLOAT32"])
+    wrap_triton(tree_pass_kernel)[programs(num_tiles)](
+        *(value, state, parents, known_value, scaled_rows, tables, factors, output, pseudo_value),
+        *(num_nodes, prefix_length, num_nodes, num_tiles, value.stride(1)),
+        **shared,
+        **options,
+    )
+    return output, pseudo_value, key_as_used, path_log_decay
 
 
 @_tree_wy_solve.register_fake
@@ -170,7 +259,9 @@ def tree_wy_solve(
         u_i + b_i sum_{j in anc(i)} exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) S0^T k_i)
         o_i = scale [exp(G_i) S0^T q_i + sum_{j in anc(i) + i} exp(G_i - G_j) (q_i . k_j) u_j]
 
-    Computes in the wider of float32 and the dtype of `value`. Value head h uses key head h // (HV / HK).
+    Computes in the wider of float32 and the dtype of `value`. Value head h uses key head h // (HV / HK). On CUDA, Triton
+    kernels take up to 128 nodes and head dimensions up to 256, and products of bfloat16 and float16 inputs keep 16 bits;
+    float64 goes the way of the CPU.
 
     Args:
         value: `[B, N, HV, V]`, floating.
@@ -195,7 +286,7 @@ def tree_wy_solve(
         prefix included, `[B, N, HV]`. All are 0 for padding.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape or dtype does not fit, or is beyond the kernels on CUDA.
 
     Example:
         A root and two children, each of which sees the root and not the other.

@@ -20,14 +20,11 @@ import triton.language as tl
 
 from treewy.ops._kernel_math import (
     BLOCK,
-    dot_halves,
     dot_split,
     has_bit,
     load_rows,
     norm_factors,
     scale_rows,
-    split,
-    split_half,
     sum_after,
     unit_upper_inverse,
     walk_to_roots,
@@ -35,43 +32,44 @@ from treewy.ops._kernel_math import (
 
 
 @triton.jit
-def _coefficients(
+def coefficients(
     rows, rows_factor, keys, keys_factor, queries, queries_factor, decay,
-    ROWS_EXACT: tl.constexpr, KEYS_EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    ROWS_EXACT: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Return what rows j contribute to the keys and to the queries of nodes i, [j, i] each."""
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     decay = decay * rows_factor[:, None]
-    for_keys = dot_split(rows, tl.trans(keys), zeros, ROWS_EXACT, KEYS_EXACT, OPERAND)
-    for_queries = dot_split(rows, tl.trans(queries), zeros, ROWS_EXACT, KEYS_EXACT, OPERAND)
+    for_keys = dot_split(rows, tl.trans(keys), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
+    for_queries = dot_split(rows, tl.trans(queries), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
     return for_keys * decay * keys_factor[None, :], for_queries * decay * queries_factor[None, :]
 
 
 @triton.jit
-def _own_block(
+def own_block(
     keys, keys_rest, queries, queries_rest, low, high, path_decay, depth, strength, first,
-    NODES: tl.constexpr, KEYS_EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    NODES: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return T b and M of a block of nodes, transposed."""
+    """Return T b, without its diagonal b, and M of a block of nodes, transposed."""
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     behind = (path_decay[None, :] - path_decay[:, None]).to(tl.float32)
     marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES)
     decay = tl.where(marked, tl.exp(tl.minimum(behind, 0.0)), 0.0)
-    for_keys, for_queries = _coefficients(
-        keys, keys_rest, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, OPERAND
+    for_keys, for_queries = coefficients(
+        keys, keys_rest, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32
     )
-    inverse = unit_upper_inverse(tl.where(row < column, for_keys, 0.0) * strength[None, :], depth, OPERAND)
+    inverse = unit_upper_inverse(tl.where(row < column, for_keys, 0.0) * strength[None, :], depth, FLOAT32)
     solution = inverse * strength[:, None]
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    return solution, dot_split(solution, for_queries, zeros, False, False, OPERAND)
+    mix = dot_split(solution, for_queries, zeros, False, False, FLOAT32)
+    return tl.where(row == column, 0.0, solution), mix
 
 
 @triton.jit
-def _block_before(
+def block_before(
     keys, keys_rest, queries, queries_rest, low, high, path_decay, key, log_decay, parents, before, N, key_stride,
     HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NODES: tl.constexpr, L2NORM: tl.constexpr,
-    RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Return C and Q of an earlier block of nodes, transposed."""
     nodes = tl.arange(0, BLOCK) + before * BLOCK
@@ -87,16 +85,16 @@ def _block_before(
         factor = rest
         if RAW_KEYS:
             factor = tl.where(power > 0.0, 1.0 / power, 0.0)
-    return _coefficients(
-        rows, factor, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, OPERAND
+    return coefficients(
+        rows, factor, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32
     )
 
 
 @triton.jit
-def _prefix_chunk(
+def prefix_chunk(
     keys, keys_rest, queries, queries_rest, present, path_decay, prefix_key, prefix_log_decay, prefix_mask,
     chunk, nodes, P, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KEYS_EXACT: tl.constexpr,
-    PREFIX_EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    PREFIX_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Return C and Q of 16 rows of the prefix, transposed, and the log decays with them.
 
@@ -115,14 +113,14 @@ def _prefix_chunk(
     path_decay += tl.sum(tl.where(marked, gate[:, None], 0.0), 0).to(tl.float64)
     prefix_keys = load_rows(prefix_key, HK * K, rows, tl.max(marked.to(tl.int32), 1) != 0, K, KP)
     ones = tl.full([BLOCK], 1.0, tl.float32)
-    for_keys, for_queries = _coefficients(
-        prefix_keys, ones, keys, keys_rest, queries, queries_rest, decay, PREFIX_EXACT, KEYS_EXACT, OPERAND
+    for_keys, for_queries = coefficients(
+        prefix_keys, ones, keys, keys_rest, queries, queries_rest, decay, PREFIX_EXACT, KEYS_EXACT, FLOAT32
     )
     return for_keys, for_queries, path_decay
 
 
 @triton.jit
-def _known_rows(path, chunk, num_known, num_rows):
+def locate_known_rows(path, chunk, num_known, num_rows):
     """Return which of 16 known rows are in the ring, which on the accepted path after it, and the path's nodes."""
     rows = tl.arange(0, BLOCK) + chunk * BLOCK
     in_ring = rows < num_known
@@ -131,7 +129,7 @@ def _known_rows(path, chunk, num_known, num_rows):
 
 
 @triton.jit
-def _known_keys(
+def load_known_keys(
     rows, in_ring, on_path, node, ring_key, ring_log_decay, last_key, last_log_decay, last_key_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
@@ -144,21 +142,21 @@ def _known_keys(
 
 
 @triton.jit
-def _ring_chunk(
+def ring_chunk(
     keys, keys_rest, queries, queries_rest, path_decay, rows, gate,
-    KEYS_EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Return C and Q of known rows that every node follows, transposed, and the log decays with them."""
     ones = tl.full([BLOCK], 1.0, tl.float32)
     decay = tl.exp(sum_after(gate)[:, None] + path_decay.to(tl.float32)[None, :])
-    for_keys, for_queries = _coefficients(
-        rows, ones, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, OPERAND
+    for_keys, for_queries = coefficients(
+        rows, ones, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32
     )
     return for_keys, for_queries, path_decay + tl.sum(gate, 0).to(tl.float64)
 
 
 @triton.jit
-def _known_values(
+def load_known_values(
     ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV: tl.constexpr, V: tl.constexpr
 ):
     """Return a tile of the pseudo-values of known rows."""
@@ -171,16 +169,16 @@ def _known_values(
 
 
 @triton.jit
-def _fold(
+def fold(
     state, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay, path, num_known, num_rows,
     last_key_stride, columns, inside, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS_EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Write known rows into a tile of the state, 32 keys' channels at a time: whole, it would crowd out the solve."""
     SLICE: tl.constexpr = 32
     for chunk in range(0, tl.cdiv(num_rows, BLOCK)):
-        rows, in_ring, on_path, node = _known_rows(path, chunk, num_known, num_rows)
-        values = _known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
+        rows, in_ring, on_path, node = locate_known_rows(path, chunk, num_known, num_rows)
+        values = load_known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
         gate = tl.load(ring_log_decay + rows * HV, mask=in_ring, other=0.0)
         gate += tl.load(last_log_decay + node * HV, mask=on_path, other=0.0).to(tl.float32)
         values = values * tl.exp(sum_after(gate))[:, None]
@@ -197,243 +195,12 @@ def _fold(
             place = state + k[:, None] * V + columns[None, :]
             old = tl.load(place, mask=inside & within, other=0.0).to(tl.float32)
             new = old * decay + dot_split(
-                keys, values, tl.zeros([SLICE, columns.shape[0]], tl.float32), KEYS_EXACT, False, OPERAND
+                keys, values, tl.zeros([SLICE, columns.shape[0]], tl.float32), KEYS_EXACT, False, FLOAT32
             )
             tl.store(place, new.to(state.dtype.element_ty), mask=inside & within)
 
 
-@triton.jit
-def tree_tables_kernel(
-    query, key, log_decay, beta, state, slots, parents, prefix_key, prefix_log_decay, prefix_mask,
-    ring_value, ring_key, ring_log_decay, num_known, last_value, last_key, last_log_decay, path, path_length,
-    scaled_rows, tables, factors, key_as_used, path_log_decay,
-    N, P, LAST, SCRATCH, scale, query_stride, key_stride, last_key_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
-    NODES: tl.constexpr, CHUNKS: tl.constexpr, RING: tl.constexpr, L2NORM: tl.constexpr, RAW_KEYS: tl.constexpr,
-    KEYS_EXACT: tl.constexpr, PREFIX_EXACT: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Write the tables of one block of nodes, for a value head and a row of the batch; or fold a tile of its state.
-
-    The first programs of a head write tables. Those after them fold the ring and the accepted path where these do not
-    fit the ring, and otherwise have nothing to do.
-    """
-    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    key_head = head // (HV // HK)
-    BLOCKS: tl.constexpr = NODES // BLOCK
-    num_rows = 0
-    known = 0
-    if RAW_KEYS:
-        known = tl.load(num_known + row).to(tl.int32)
-        num_rows = known + tl.load(path_length + row).to(tl.int32)
-        path += row * LAST
-        ring_value += (row.to(tl.int64) * RING * HV + head) * V
-        ring_key += (row.to(tl.int64) * RING * HK + key_head) * K
-        ring_log_decay += row * RING * HV + head
-        last_value += (row.to(tl.int64) * SCRATCH * HV + head) * V
-        last_key += row.to(tl.int64) * LAST * last_key_stride + key_head * K
-        last_log_decay += row * LAST * HV + head
-    if block >= BLOCKS:
-        if num_rows > RING:
-            slot = tl.load(slots + row).to(tl.int64)
-            columns = (block - BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
-            _fold(
-                state + (slot * HV + head) * (K * V), ring_value, ring_key, ring_log_decay, last_value, last_key,
-                last_log_decay, path, known, num_rows, last_key_stride, columns,
-                (columns < tl.where(slot >= 0, V, 0))[None, :],
-                HK, HV, K, V, KEYS_EXACT, OPERAND,
-            )  # fmt: skip
-        return
-
-    i = tl.arange(0, BLOCK)
-    k = tl.arange(0, KP)
-    nodes = i + block * BLOCK
-    parents += row * N
-    log_decay += row * N * HV + head
-    key += row.to(tl.int64) * N * key_stride + key_head * K
-    query += row.to(tl.int64) * N * query_stride + key_head * K
-    program = ((row * HV + head) * BLOCKS + block).to(tl.int64)
-    tables += program * ((CHUNKS + BLOCKS) * 2 * BLOCK * BLOCK) + i[None, :] * BLOCK + i[:, None]
-    factors += program * (4 * BLOCK) + i
-
-    keys = load_rows(key, key_stride, nodes, nodes < N, K, KP)
-    queries = load_rows(query, query_stride, nodes, nodes < N, K, KP)
-    strength = tl.load(beta + (row * N + nodes) * HV + head, mask=nodes < N, other=0.0).to(tl.float32)
-    low, high, path_decay, depth = walk_to_roots(parents, log_decay, nodes, block * BLOCK, N, HV, NODES)
-    present = depth >= 0
-    keys = tl.where(present[:, None], keys, 0.0)
-    queries = tl.where(present[:, None], queries, 0.0)
-    strength = tl.where(present, strength, 0.0)
-    keys_rest = tl.full([BLOCK], 1.0, tl.float32)
-    keys_power, queries_rest, queries_power = keys_rest, keys_rest, keys_rest
-    if L2NORM:
-        keys_power, keys_rest = norm_factors(keys)
-        queries_power, queries_rest = norm_factors(queries)
-        keys = scale_rows(keys, keys_power)
-        queries = scale_rows(queries, queries_power)
-    is_first_of_key = head % (HV // HK) == 0
-    if is_first_of_key:
-        place = scaled_rows + ((row * HK + key_head) * BLOCKS + block).to(tl.int64) * (2 * BLOCK * KP)
-        place += i[:, None] * KP + k[None, :]
-        tl.store(place, keys)
-        tl.store(place + BLOCK * KP, queries)
-    queries_rest = queries_rest * scale
-    solution, mix = _own_block(
-        keys, keys_rest, queries, queries_rest, low, high, path_decay, depth, strength, block * BLOCK,
-        NODES, KEYS_EXACT, OPERAND,
-    )  # fmt: skip
-    own = tables + (CHUNKS + block) * (2 * BLOCK * BLOCK)
-    tl.store(own, solution)
-    tl.store(own + BLOCK * BLOCK, mix)
-    for before in range(block - 1, -1, -1):
-        for_keys, for_queries = _block_before(
-            keys, keys_rest, queries, queries_rest, low, high, path_decay, key, log_decay, parents, before, N,
-            key_stride, HV, K, KP, NODES, L2NORM, RAW_KEYS, KEYS_EXACT, OPERAND,
-        )  # fmt: skip
-        earlier = tables + (CHUNKS + before) * (2 * BLOCK * BLOCK)
-        tl.store(earlier, for_keys)
-        tl.store(earlier + BLOCK * BLOCK, for_queries)
-    if RAW_KEYS:
-        fits = num_rows <= RING
-        rows, in_ring, on_path, node = _known_rows(
-            path, 0, tl.where(fits, known, 0), tl.where(fits, num_rows, 0)
-        )
-        known_keys, gate = _known_keys(
-            rows, in_ring, on_path, node, ring_key, ring_log_decay, last_key, last_log_decay, last_key_stride,
-            HK, HV, K, KP,
-        )  # fmt: skip
-        if block == 0:
-            tl.store(ring_log_decay + rows * HV, gate, mask=on_path)
-            if is_first_of_key:
-                place = ring_key + rows[:, None] * (HK * K) + k[None, :]
-                tl.store(place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
-        for_keys, for_queries, path_decay = _ring_chunk(
-            keys, keys_rest, queries, queries_rest, path_decay, known_keys, gate, KEYS_EXACT, OPERAND
-        )
-        tl.store(tables, for_keys)
-        tl.store(tables + BLOCK * BLOCK, for_queries)
-    else:
-        for chunk in range(CHUNKS - 1, -1, -1):
-            for_keys, for_queries, path_decay = _prefix_chunk(
-                keys, keys_rest, queries, queries_rest, present, path_decay,
-                prefix_key + (row * P * HK + key_head).to(tl.int64) * K, prefix_log_decay + row * P * HV + head,
-                prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, OPERAND,
-            )  # fmt: skip
-            known_rows = tables + chunk * (2 * BLOCK * BLOCK)
-            tl.store(known_rows, for_keys)
-            tl.store(known_rows + BLOCK * BLOCK, for_queries)
-        tl.store(path_log_decay + (row * N + nodes) * HV + head, path_decay.to(tl.float32), mask=nodes < N)
-        if is_first_of_key:
-            used = keys.to(tl.float32) * keys_rest[:, None]
-            place = key_as_used + ((row * N + nodes[:, None]) * HK + key_head).to(tl.int64) * K + k[None, :]
-            tl.store(place, used, mask=(nodes < N)[:, None] & (k < K)[None, :])
-    decay = 2.0 * tl.exp(path_decay.to(tl.float32))  # the pass reads half the state
-    tl.store(factors, decay * keys_rest)
-    tl.store(factors + BLOCK, decay * queries_rest)
-    tl.store(factors + 2 * BLOCK, keys_rest * keys_power if RAW_KEYS else tl.full([BLOCK], 1.0, tl.float32))
-    tl.store(factors + 3 * BLOCK, present.to(tl.float32))
-
-
-@triton.jit
-def tree_pass_kernel(
-    value, state, slots, prefix_value, ring_value, num_known, path, path_length, scaled_rows, tables, factors,
-    output, pseudo_value, N, P, LAST, SCRATCH, TASKS, value_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
-    NODES: tl.constexpr, CHUNKS: tl.constexpr, RING: tl.constexpr, RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr,
-    OPERAND: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Read each tile of the states once and solve, with tables that are there.
-
-    Programs stay and take tile after tile, so that the next tiles are on their way while one is worked on. That needs
-    a loop without loops inside, and without barriers: blocks are unrolled.
-    """
-    BLOCKS: tl.constexpr = NODES // BLOCK
-    TILES: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
-    TABLE: tl.constexpr = BLOCK * BLOCK
-    i = tl.arange(0, BLOCK)
-    k = tl.arange(0, KP)
-    for task in tl.range(tl.program_id(0), TASKS, tl.num_programs(0), num_stages=STAGES):
-        unit = task // TILES
-        row = unit // HV
-        head = unit % HV
-        columns = (task % TILES) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (columns < V)[None, :]
-        slot = row
-        width = V
-        if RAW_KEYS:
-            slot = tl.load(slots + row).to(tl.int32)
-            width = tl.where(slot >= 0, V, 0)  # a row without a slot has a state of zeros
-        in_state = (columns < width)[None, :] & (k < K)[:, None]
-        place = state + (slot.to(tl.int64) * HV + head) * (K * V) + k[:, None] * V + columns[None, :]
-        state_high, state_low = split_half(tl.load(place, mask=in_state, other=0.0).to(tl.float32), OPERAND)
-        zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        if RAW_KEYS:
-            known = tl.load(num_known + row).to(tl.int32)
-            num_rows = known + tl.load(path_length + row).to(tl.int32)
-            fits = num_rows <= RING
-            rows, in_ring, on_path, node = _known_rows(
-                path + row * LAST, 0, tl.where(fits, known, 0), tl.where(fits, num_rows, 0)
-            )
-            ring_place = ring_value + ((row * RING + rows[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            last_place = pseudo_value + ((row * SCRATCH + node[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            known_values = tl.load(ring_place, mask=in_ring[:, None] & inside, other=0.0)
-            known_values += tl.load(last_place, mask=on_path[:, None] & inside, other=0.0)
-            tl.store(ring_place, known_values, mask=on_path[:, None] & inside)
-            known_high, known_low = split(known_values, OPERAND)
-        solved_before = ()
-        for block in tl.static_range(BLOCKS):
-            nodes = i + block * BLOCK
-            part = unit * BLOCKS + block
-            rows_place = scaled_rows + ((row * HK + head // (HV // HK)) * BLOCKS + block).to(tl.int64) * (2 * BLOCK * KP)
-            keys = tl.load(rows_place + i[:, None] * KP + k[None, :])
-            queries = tl.load(rows_place + (i + BLOCK)[:, None] * KP + k[None, :])
-            value_place = value + (row * N + nodes[:, None]).to(tl.int64) * value_stride + head * V + columns[None, :]
-            left = tl.load(value_place, mask=(nodes < N)[:, None] & inside, other=0.0).to(tl.float32)
-            own_factors = factors + part * (4 * BLOCK) + i
-            present = tl.load(own_factors + 3 * BLOCK)[:, None] != 0.0
-            own = tables + part.to(tl.int64) * ((CHUNKS + BLOCKS) * 2 * TABLE) + i[:, None] * BLOCK + i[None, :]
-            left -= dot_halves(keys, keys, state_high, state_low, zeros, KEYS_EXACT, False) * tl.load(own_factors)[:, None]
-            result = dot_halves(queries, queries, state_high, state_low, zeros, KEYS_EXACT, False)
-            result = result * tl.load(own_factors + BLOCK)[:, None]
-            if RAW_KEYS:
-                to_keys, to_keys_low = split(tl.load(own), OPERAND)
-                to_queries, to_queries_low = split(tl.load(own + TABLE), OPERAND)
-                left -= dot_halves(to_keys, to_keys_low, known_high, known_low, zeros, False, False)
-                result = dot_halves(to_queries, to_queries_low, known_high, known_low, result, False, False)
-            else:
-                for chunk in tl.static_range(CHUNKS):
-                    to_keys = tl.load(own + chunk * 2 * TABLE)
-                    to_queries = tl.load(own + (chunk * 2 + 1) * TABLE)
-                    # What no node sees may be anything, also not a number.
-                    seen = tl.max((to_keys != 0.0).to(tl.int32) | (to_queries != 0.0).to(tl.int32), 0) != 0
-                    rows = i + chunk * BLOCK
-                    rows_value = tl.load(
-                        prefix_value + ((row * P + rows[:, None]) * HV + head).to(tl.int64) * V + columns[None, :],
-                        mask=(seen & (rows < P))[:, None] & inside, other=0.0,
-                    ).to(tl.float32)  # fmt: skip
-                    left -= dot_split(to_keys, rows_value, zeros, False, False, OPERAND)
-                    result = dot_split(to_queries, rows_value, result, False, False, OPERAND)
-            for before in tl.static_range(block):
-                to_keys, to_keys_low = split(tl.load(own + (CHUNKS + before) * 2 * TABLE), OPERAND)
-                to_queries, to_queries_low = split(tl.load(own + ((CHUNKS + before) * 2 + 1) * TABLE), OPERAND)
-                high = solved_before[2 * before]
-                low = solved_before[2 * before + 1]
-                left -= dot_halves(to_keys, to_keys_low, high, low, zeros, False, False)
-                result = dot_halves(to_queries, to_queries_low, high, low, result, False, False)
-            left = tl.where(present, left, 0.0)  # inputs and state of padding may be anything
-            left_high, left_low = split(left, OPERAND)
-            solution, solution_low = split(tl.load(own + (CHUNKS + block) * 2 * TABLE), OPERAND)
-            mix, mix_low = split(tl.load(own + ((CHUNKS + block) * 2 + 1) * TABLE), OPERAND)
-            solved = dot_halves(solution, solution_low, left_high, left_low, zeros, False, False)
-            solved = solved * tl.load(own_factors + 2 * BLOCK)[:, None]
-            result = tl.where(present, dot_halves(mix, mix_low, left_high, left_low, result, False, False), 0.0)
-            solved_before = solved_before + split(solved, OPERAND)
-            output_place = output + ((row * N + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            scratch_place = pseudo_value + ((row * SCRATCH + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            tl.store(output_place, result.to(output.dtype.element_ty), mask=(nodes < N)[:, None] & inside)
-            tl.store(scratch_place, solved, mask=(nodes < N)[:, None] & inside)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["N", "P", "LAST", "SCRATCH"])
 def tree_solve_kernel(
     value, query, key, log_decay, beta, state, slots, parents, prefix_value, prefix_key, prefix_log_decay, prefix_mask,
     ring_value, ring_key, ring_log_decay, num_known, last_key, last_log_decay, path, path_length,
@@ -441,7 +208,7 @@ def tree_solve_kernel(
     N, P, LAST, SCRATCH, scale, value_stride, query_stride, key_stride, last_key_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
     NODES: tl.constexpr, CHUNKS: tl.constexpr, RING: tl.constexpr, L2NORM: tl.constexpr,
-    RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, PREFIX_EXACT: tl.constexpr, OPERAND: tl.constexpr,
+    RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, PREFIX_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Solve a tree for a tile of value columns of one value head and row, reading the tile of the state once.
 
@@ -484,15 +251,15 @@ def tree_solve_kernel(
         ring_log_decay += row * RING * HV + head
         last_key += row.to(tl.int64) * LAST * last_key_stride + key_head * K
         last_log_decay += row * LAST * HV + head
-        rows, in_ring, on_path, node = _known_rows(path, 0, known, num_rows)
-        known_values = _known_values(
+        rows, in_ring, on_path, node = locate_known_rows(path, 0, known, num_rows)
+        known_values = load_known_values(
             ring_value, pseudo_value, rows, in_ring, on_path, node, columns, inside, HV, V
         )
         if num_rows > RING:
-            _fold(
+            fold(
                 state + (slot.to(tl.int64) * HV + head) * (K * V), ring_value, ring_key, ring_log_decay,
                 pseudo_value, last_key, last_log_decay, path, known, num_rows, last_key_stride, columns,
-                (columns < width)[None, :], HK, HV, K, V, KEYS_EXACT, OPERAND,
+                (columns < width)[None, :], HK, HV, K, V, KEYS_EXACT, FLOAT32,
             )  # fmt: skip
             tl.debug_barrier()  # all of the tile is written
             state_tile = tl.load(state_place, mask=in_state, other=0.0).to(tl.float32)
@@ -522,9 +289,9 @@ def tree_solve_kernel(
             keys = scale_rows(keys, keys_power)
             queries = scale_rows(queries, queries_power)
         queries_rest = queries_rest * scale
-        solution, mix = _own_block(
+        solution, mix = own_block(
             keys, keys_rest, queries, queries_rest, low, high, path_decay, depth, strength, block * BLOCK,
-            NODES, KEYS_EXACT, OPERAND,
+            NODES, KEYS_EXACT, FLOAT32,
         )  # fmt: skip
         solution = tl.trans(solution)
         mix = tl.trans(mix)
@@ -532,20 +299,20 @@ def tree_solve_kernel(
         known_to_keys = tl.zeros([BLOCK, COLUMNS], tl.float32)
         known_to_queries = tl.zeros([BLOCK, COLUMNS], tl.float32)
         for before in range(block - 1, -1, -1):
-            for_keys, for_queries = _block_before(
+            for_keys, for_queries = block_before(
                 keys, keys_rest, queries, queries_rest, low, high, path_decay, key, log_decay, parents, before, N,
-                key_stride, HV, K, KP, NODES, L2NORM, RAW_KEYS, KEYS_EXACT, OPERAND,
+                key_stride, HV, K, KP, NODES, L2NORM, RAW_KEYS, KEYS_EXACT, FLOAT32,
             )  # fmt: skip
             for_keys = tl.trans(for_keys)
             for_queries = tl.trans(for_queries)
             solved_before = tl.load(
                 pseudo_value + (i + before * BLOCK)[:, None] * (HV * V) + columns[None, :], mask=inside, other=0.0
             )
-            known_to_keys = dot_split(for_keys, solved_before, known_to_keys, False, False, OPERAND)
-            known_to_queries = dot_split(for_queries, solved_before, known_to_queries, False, False, OPERAND)
+            known_to_keys = dot_split(for_keys, solved_before, known_to_keys, False, False, FLOAT32)
+            known_to_queries = dot_split(for_queries, solved_before, known_to_queries, False, False, FLOAT32)
         if RAW_KEYS:
             if num_rows <= RING:
-                known_keys, gate = _known_keys(
+                known_keys, gate = load_known_keys(
                     rows, in_ring, on_path, node, ring_key, ring_log_decay, last_key, last_log_decay,
                     last_key_stride, HK, HV, K, KP,
                 )  # fmt: skip
@@ -554,19 +321,19 @@ def tree_solve_kernel(
                     if head % (HV // HK) == 0:
                         place = ring_key + rows[:, None] * (HK * K) + k[None, :]
                         tl.store(place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
-                for_keys, for_queries, path_decay = _ring_chunk(
-                    keys, keys_rest, queries, queries_rest, path_decay, known_keys, gate, KEYS_EXACT, OPERAND
+                for_keys, for_queries, path_decay = ring_chunk(
+                    keys, keys_rest, queries, queries_rest, path_decay, known_keys, gate, KEYS_EXACT, FLOAT32
                 )
                 for_keys = tl.trans(for_keys)
                 for_queries = tl.trans(for_queries)
-                known_to_keys = dot_split(for_keys, known_values, known_to_keys, False, False, OPERAND)
-                known_to_queries = dot_split(for_queries, known_values, known_to_queries, False, False, OPERAND)
+                known_to_keys = dot_split(for_keys, known_values, known_to_keys, False, False, FLOAT32)
+                known_to_queries = dot_split(for_queries, known_values, known_to_queries, False, False, FLOAT32)
         else:
             for chunk in range(CHUNKS - 1, -1, -1):
-                for_keys, for_queries, path_decay = _prefix_chunk(
+                for_keys, for_queries, path_decay = prefix_chunk(
                     keys, keys_rest, queries, queries_rest, present, path_decay,
                     prefix_key + (row * P * HK + key_head).to(tl.int64) * K, prefix_log_decay + row * P * HV + head,
-                    prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, OPERAND,
+                    prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
                 )  # fmt: skip
                 for_keys = tl.trans(for_keys)
                 for_queries = tl.trans(for_queries)
@@ -577,18 +344,19 @@ def tree_solve_kernel(
                     prefix_value + ((row * P + rows[:, None]) * HV + head).to(tl.int64) * V + columns[None, :],
                     mask=(seen & (rows < P))[:, None] & inside, other=0.0,
                 ).to(tl.float32)  # fmt: skip
-                known_to_keys = dot_split(for_keys, known_values, known_to_keys, False, False, OPERAND)
-                known_to_queries = dot_split(for_queries, known_values, known_to_queries, False, False, OPERAND)
+                known_to_keys = dot_split(for_keys, known_values, known_to_keys, False, False, FLOAT32)
+                known_to_queries = dot_split(for_queries, known_values, known_to_queries, False, False, FLOAT32)
 
         path_decay = path_decay.to(tl.float32)
         decay = tl.exp(path_decay)
         zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        read_by_keys = dot_split(keys, state_tile, zeros, KEYS_EXACT, False, OPERAND)
-        read_by_queries = dot_split(queries, state_tile, zeros, KEYS_EXACT, False, OPERAND)
+        read_by_keys = dot_split(keys, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
+        read_by_queries = dot_split(queries, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
         left = values - read_by_keys * (decay * keys_rest)[:, None] - known_to_keys
         left = tl.where(present[:, None], left, 0.0)  # inputs and state of padding may be anything
-        solved = dot_split(solution, left, zeros, False, False, OPERAND)
-        result = dot_split(mix, left, known_to_queries, False, False, OPERAND)
+        # The diagonal is the greatest part, and precise.
+        solved = dot_split(solution, left, left * strength[:, None], False, False, FLOAT32)
+        result = dot_split(mix, left, known_to_queries, False, False, FLOAT32)
         result = tl.where(present[:, None], result + read_by_queries * (decay * queries_rest)[:, None], 0.0)
         if RAW_KEYS:
             solved = solved * (keys_rest * keys_power)[:, None]

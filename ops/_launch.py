@@ -1,0 +1,136 @@
+"""How the kernels of the solve, the round and the commit are launched: tiles, warps and what they cannot do.
+
+The choices are measured, see `docs/benchmarks/ops.json`. They depend on shapes alone: nothing is tuned at run time, and
+a size that is symbolic under `torch.compile` is compared with the ends of its bucket only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_TREE = 128
+"""Nodes that the kernels take: an ancestor is a bit of two words."""
+
+_BLOCK = 16
+_PERSISTENT_PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200; on others they take more turns
+
+
+def kernels_apply(*tensors: Tensor) -> bool:
+    """Tell whether the arguments go to the kernels: on CUDA, and nothing in float64, which stays with the reference."""
+    return tensors[0].device.type == "cuda" and all(tensor.dtype != torch.float64 for tensor in tensors)
+
+
+def check_kernel_limits(argument: str, num_nodes: int, key_dim: int, value_dim: int) -> None:
+    """Raise where the kernels cannot go."""
+    if num_nodes > LARGEST_TREE:
+        raise ValueError(
+            f"{argument} has {num_nodes} nodes, the kernels take up to {LARGEST_TREE}; split the tree, handing its first "
+            "nodes to the second call as a prefix"
+        )
+    if max(key_dim, value_dim) > 256:
+        raise ValueError(f"{argument} has head dimensions {key_dim} and {value_dim}, the kernels take up to 256")
+
+
+def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Lay tensors out densely; no copy where they are."""
+    return tuple(tensor.contiguous() for tensor in tensors)
+
+
+def row_strided(tensor: Tensor) -> Tensor:
+    """Return a tensor [B, N, H, D] whose rows are dense and evenly spaced, such as a slice of a wider projection."""
+    batch, num_nodes, _, width = tensor.shape
+    dense = tensor.stride(3) == 1 and tensor.stride(2) == width
+    return tensor if dense and tensor.stride(0) == num_nodes * tensor.stride(1) else tensor.contiguous()
+
+
+def bucket(size: int) -> int:
+    """Round a number of nodes up to a multiple of 16: one guard a bucket."""
+    rounded = _BLOCK
+    while rounded < size:
+        rounded += _BLOCK
+    return rounded
+
+
+def prefix_chunks(length: int) -> int:
+    """Return the blocks of a prefix, a power of two or none."""
+    if length == 0:
+        return 0
+    chunks = 1
+    while chunks * _BLOCK < length:
+        chunks *= 2
+    return chunks
+
+
+def power_of_two(size: int) -> int:
+    """Round up to a power of two, at least 16."""
+    power = _BLOCK
+    while power < size:
+        power *= 2
+    return power
+
+
+def head_options(value: Tensor, *keys: Tensor) -> dict[str, Any]:
+    """Return what every kernel needs to know of heads and dtypes."""
+    key_heads, key_dim = keys[0].shape[2:]
+    return {
+        "HK": key_heads,
+        "HV": value.shape[2],
+        "K": key_dim,
+        "KP": power_of_two(key_dim),
+        "KEYS_EXACT": all(x.dtype == torch.bfloat16 for x in keys),
+        "FLOAT32": any(x.dtype == torch.float32 for x in (value, *keys)),
+    }
+
+
+def tile_columns(key_dim: int, value_dim: int, elements: int) -> int:
+    """Return the columns of a tile of that many elements, for widths padded to powers of two."""
+    return max(_BLOCK, min(power_of_two(value_dim), elements // power_of_two(key_dim)))
+
+
+def tiles(value_dim: int, columns: int) -> int:
+    """Return the tiles that cover a head."""
+    return (value_dim + columns - 1) // columns
+
+
+def commit_options(state: Tensor, pseudo_value: Tensor, key: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return grid and options of `tree_commit_kernel`."""
+    batch, num_nodes, value_heads, value_dim = pseudo_value.shape
+    check_kernel_limits("pseudo_value", num_nodes, key.shape[3], value_dim)
+    columns = tile_columns(key.shape[3], value_dim, 4096)
+    options = {"V": value_dim, "COLUMNS": columns, "NODES": bucket(num_nodes), "num_warps": 4}
+    return (tiles(value_dim, columns), value_heads, batch), head_options(pseudo_value, key) | options
+
+
+def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length: int) -> bool:
+    """Tell whether a solve makes its tables where it needs them: when few programs wait for launches, or many nodes."""
+    return (batch * value_heads <= 64 and num_nodes <= _BLOCK) or num_nodes > 64 or prefix_length > 2 * _BLOCK
+
+
+def solve_options(value: Tensor, key_dim: int, float32: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return grid and options of `tree_solve_kernel`."""
+    batch, _, value_heads, value_dim = value.shape
+    columns = tile_columns(key_dim, value_dim, 2048 if float32 else 4096)
+    return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
+
+
+def pass_options(value: Tensor, key_dim: int, float32: bool) -> tuple[int, dict[str, Any]]:
+    """Return the number of tiles, which programs take in turns, and the options of `tree_pass_kernel`.
+
+    Two programs a multiprocessor, each with up to three tiles on their way, kept within 99 KiB of shared memory.
+    """
+    batch, num_nodes, value_heads, value_dim = value.shape
+    many_nodes = num_nodes > 3 * _BLOCK
+    columns = tile_columns(key_dim, value_dim, 4096 if float32 or many_nodes else 8192)
+    stages = 3 if num_nodes <= _BLOCK and not float32 else 2
+    return batch * value_heads * tiles(value_dim, columns), {
+        "V": value_dim,
+        "COLUMNS": columns,
+        "STAGES": stages,
+        "num_warps": 4,
+    }
+
+
+def programs(num_tiles: int) -> tuple[int]:
+    """Return the grid of `tree_pass_kernel`."""
+    return (min(num_tiles, _PERSISTENT_PROGRAMS),)
