@@ -2,7 +2,8 @@
 
 Read `_solve.py` first: it holds the derivation. `_commit.py` folds the accepted path into the state, `_conv.py` and
 `_attention.py` do the same tree for the other two stores of a hybrid layer, `_conv_commit.py` and `_kv_commit.py`
-advance these, and `_tree.py` turns parents into masks. `_snapshots.py` is what they replace, a state a node, kept to
+advance these, and `_tree.py` turns parents into masks. `_verify.py` joins solve and commit into a round that
+writes the state seldom. `_snapshots.py` is what they replace, a state a node, kept to
 compare with.
 Every operator is registered under `torch.ops.treewy`; the functions exported here check shapes and then call it.
 The operators are for inference: none has an autograd formula, so calling backward through one raises.
@@ -16,6 +17,7 @@ from treewy.ops._kv_commit import tree_kv_commit_
 from treewy.ops._snapshots import tree_snapshots
 from treewy.ops._solve import tree_wy_solve
 from treewy.ops._tree import PADDING, ancestor_mask, depths, path_to_node
+from treewy.ops._verify import tree_wy_verify_
 
 __all__ = [
     "PADDING",
@@ -30,4 +32,5 @@ __all__ = [
     "tree_wy_commit",
     "tree_wy_commit_",
     "tree_wy_solve",
+    "tree_wy_verify_",
 ]

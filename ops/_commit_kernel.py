@@ -61,9 +61,7 @@ def tree_commit_kernel(
                 pseudo_value + (place[:, None] * HV + head) * V + columns[None, :],
                 mask=on_path[:, None] & inside, other=0.0,
             ).to(tl.float32)  # fmt: skip
-            keys = tl.load(
-                key + (place[None, :] * HK + key_head) * K + k, mask=on_path[None, :] & (k < K), other=0.0
-            )
+            keys = tl.load(key + (place[None, :] * HK + key_head) * K + k, mask=on_path[None, :] & (k < K), other=0.0)
             state_tile = _advance(state_tile, keys, values, gate, KEYS_EXACT, FLOAT32)
     new = state_tile.to(result.dtype.element_ty)
     if not IN_PLACE:
@@ -76,7 +74,7 @@ def tree_commit_kernel(
 @triton.jit(do_not_specialize=["LAST", "SCRATCH"])
 def tree_defer_kernel(
     state, slots, ring_value, ring_key, ring_log_decay, num_known, last_value, last_key, last_log_decay,
-    path, path_length, LAST, SCRATCH, last_key_stride,
+    path, path_length, known_after, LAST, SCRATCH, last_key_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
     RING: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +84,8 @@ def tree_defer_kernel(
     known = tl.load(num_known + row).to(tl.int32)
     length = tl.load(path_length + row).to(tl.int32)
     num_rows = known + length
+    if (tile == 0) & (head == 0):
+        tl.store(known_after + row, tl.where(num_rows <= RING, num_rows, 0))
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = (columns < V)[None, :]
     k = tl.arange(0, KP)
@@ -125,7 +125,9 @@ def tree_defer_kernel(
                 ring_key + rows[None, :] * (HK * K) + k[:, None], mask=in_ring[None, :] & (k < K)[:, None], other=0.0
             )
             keys += tl.load(
-                last_key + node[None, :] * last_key_stride + k[:, None], mask=on_path[None, :] & (k < K)[:, None], other=0.0
+                last_key + node[None, :] * last_key_stride + k[:, None],
+                mask=on_path[None, :] & (k < K)[:, None],
+                other=0.0,
             )
             state_tile = _advance(state_tile, keys, values, gate, KEYS_EXACT, FLOAT32)
         tl.store(place, state_tile.to(state.dtype.element_ty), mask=in_state)

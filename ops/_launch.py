@@ -102,6 +102,13 @@ def commit_options(state: Tensor, pseudo_value: Tensor, key: Tensor) -> tuple[tu
     return (tiles(value_dim, columns), value_heads, batch), head_options(pseudo_value, key) | options
 
 
+def defer_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return grid and options of `tree_defer_kernel`."""
+    batch, _, value_heads, value_dim = value.shape
+    columns = tile_columns(key_dim, value_dim, 4096)
+    return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
+
+
 def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length: int) -> bool:
     """Tell whether a solve makes its tables where it needs them: when few programs wait for launches, or many nodes."""
     return (batch * value_heads <= 64 and num_nodes <= _BLOCK) or num_nodes > 64 or prefix_length > 2 * _BLOCK

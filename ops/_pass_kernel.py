@@ -157,7 +157,9 @@ def tree_pass_kernel(
         for block in tl.static_range(BLOCKS):
             nodes = i + block * BLOCK
             part = unit * BLOCKS + block
-            rows_place = scaled_rows + ((row * HK + head // (HV // HK)) * BLOCKS + block).to(tl.int64) * (2 * BLOCK * KP)
+            rows_place = scaled_rows + ((row * HK + head // (HV // HK)) * BLOCKS + block).to(tl.int64) * (
+                2 * BLOCK * KP
+            )
             keys = tl.load(rows_place + i[:, None] * KP + k[None, :])
             queries = tl.load(rows_place + (i + BLOCK)[:, None] * KP + k[None, :])
             value_place = value + (row * N + nodes[:, None]).to(tl.int64) * value_stride + head * V + columns[None, :]
@@ -207,6 +209,8 @@ def tree_pass_kernel(
             result = tl.where(present, dot_halves(mix, mix_low, left_high, left_low, result, False, False), 0.0)
             solved_before = solved_before + split(solved, FLOAT32)
             output_place = output + ((row * N + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            scratch_place = pseudo_value + ((row * SCRATCH + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
+            scratch_place = (
+                pseudo_value + ((row * SCRATCH + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
+            )
             tl.store(output_place, result.to(output.dtype.element_ty), mask=(nodes < N)[:, None] & inside)
             tl.store(scratch_place, solved, mask=(nodes < N)[:, None] & inside)

@@ -183,7 +183,17 @@ def _tree_wy_solve(
         grid, options = solve_options(value, key_dim, heads["FLOAT32"])
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state, parents, parents, known_value, known_key, known_decay, mask),
-            *(pseudo_value, key, pseudo_value, parents, key, pseudo_value, parents, parents),  # there is no ring
+            *(
+                pseudo_value,
+                key,
+                pseudo_value,
+                parents,
+                key,
+                pseudo_value,
+                parents,
+                parents,
+                parents,
+            ),  # there is no ring
             *(output, pseudo_value, key_as_used, path_log_decay),
             *(num_nodes, prefix_length, num_nodes, num_nodes, scale, value.stride(1), *strides, 0),
             RING=16,

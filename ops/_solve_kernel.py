@@ -85,9 +85,7 @@ def block_before(
         factor = rest
         if RAW_KEYS:
             factor = tl.where(power > 0.0, 1.0 / power, 0.0)
-    return coefficients(
-        rows, factor, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32
-    )
+    return coefficients(rows, factor, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32)
 
 
 @triton.jit
@@ -186,9 +184,7 @@ def fold(
         for first in range(0, K, SLICE):
             k = tl.arange(0, SLICE) + first
             within = (k < K)[:, None]
-            keys = tl.load(
-                ring_key + rows[None, :] * (HK * K) + k[:, None], mask=in_ring[None, :] & within, other=0.0
-            )
+            keys = tl.load(ring_key + rows[None, :] * (HK * K) + k[:, None], mask=in_ring[None, :] & within, other=0.0)
             keys += tl.load(
                 last_key + node[None, :] * last_key_stride + k[:, None], mask=on_path[None, :] & within, other=0.0
             )
@@ -204,7 +200,7 @@ def fold(
 def tree_solve_kernel(
     value, query, key, log_decay, beta, state, slots, parents, prefix_value, prefix_key, prefix_log_decay, prefix_mask,
     ring_value, ring_key, ring_log_decay, num_known, last_key, last_log_decay, path, path_length,
-    output, pseudo_value, key_as_used, path_log_decay,
+    known_after, output, pseudo_value, key_as_used, path_log_decay,
     N, P, LAST, SCRATCH, scale, value_stride, query_stride, key_stride, last_key_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
     NODES: tl.constexpr, CHUNKS: tl.constexpr, RING: tl.constexpr, L2NORM: tl.constexpr,
@@ -251,10 +247,10 @@ def tree_solve_kernel(
         ring_log_decay += row * RING * HV + head
         last_key += row.to(tl.int64) * LAST * last_key_stride + key_head * K
         last_log_decay += row * LAST * HV + head
+        if (tile == 0) & (head == 0):
+            tl.store(known_after + row, tl.where(num_rows <= RING, num_rows, 0))
         rows, in_ring, on_path, node = locate_known_rows(path, 0, known, num_rows)
-        known_values = load_known_values(
-            ring_value, pseudo_value, rows, in_ring, on_path, node, columns, inside, HV, V
-        )
+        known_values = load_known_values(ring_value, pseudo_value, rows, in_ring, on_path, node, columns, inside, HV, V)
         if num_rows > RING:
             fold(
                 state + (slot.to(tl.int64) * HV + head) * (K * V), ring_value, ring_key, ring_log_decay,
