@@ -206,17 +206,18 @@ def _tree_wy_solve(
     row_dtype = torch.bfloat16 if heads["KEYS_EXACT"] and not heads["FLOAT32"] else torch.float32
     scaled_rows = key.new_empty(batch, key_heads, blocks, 2, 16, heads["KP"], dtype=row_dtype)
     tables = pseudo_value.new_empty(batch, value_heads, blocks, shared["CHUNKS"] + blocks, 2, 16, 16)
-    factors = pseudo_value.new_empty(batch, value_heads, blocks, 6, 16)
-    wrap_triton(tree_tables_kernel)[(blocks, value_heads, batch)](
+    factors = pseudo_value.new_empty(batch, value_heads, blocks, 4, 16)
+    row_factors = pseudo_value.new_empty(batch, key_heads, blocks, 4, 16)
+    wrap_triton(tree_tables_kernel)[(blocks, value_heads + key_heads, batch)](
         *(query, key, log_decay, beta, parents, known_key, known_decay, mask, parents),
-        *(scaled_rows, tables, factors, key_as_used, path_log_decay, num_nodes, prefix_length, scale, *strides),
+        *(scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay, num_nodes, prefix_length, scale, *strides),
         num_warps=2,
         **shared,
         **precision,
     )
     num_tiles, options = pass_options(value, key_dim, heads["FLOAT32"])
     wrap_triton(tree_pass_kernel)[programs(num_tiles)](
-        *(value, state, parents, known_value, scaled_rows, tables, factors, output, pseudo_value),
+        *(value, state, parents, known_value, scaled_rows, row_factors, tables, factors, output, pseudo_value),
         *(num_nodes, prefix_length, num_nodes, num_tiles, value.stride(1)),
         **shared,
         **options,

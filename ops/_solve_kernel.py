@@ -33,41 +33,56 @@ from treewy.ops._kernel_math import (
 
 @triton.jit
 def coefficients(
-    rows, rows_factor, keys, keys_factor, queries, queries_factor, decay,
+    rows, rows_factor, keys, keys_factor, queries, decay, marked,
     ROWS_EXACT: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return what rows j contribute to the keys and to the queries of nodes i, [j, i] each."""
+    """Return what rows j contribute to the keys and to the queries of nodes i, [j, i] each.
+
+    Rows of padding may hold anything: each product has one row of either side, and is dropped where it is not marked.
+    """
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     decay = decay * rows_factor[:, None]
     for_keys = dot_split(rows, tl.trans(keys), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
     for_queries = dot_split(rows, tl.trans(queries), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
-    return for_keys * decay * keys_factor[None, :], for_queries * decay * queries_factor[None, :]
+    return tl.where(marked, for_keys * (decay * keys_factor[None, :]), 0.0), tl.where(marked, for_queries * decay, 0.0)
 
 
 @triton.jit
 def own_block(
-    keys, keys_rest, queries, queries_rest, low, high, path_decay, depth, strength, first,
-    NODES: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
+    keys, queries, low, high, path_decay, depth, strength, first,
+    NODES: tl.constexpr, L2NORM: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return T b, without its diagonal b, and M of a block of nodes, transposed."""
+    """Return T b, without its diagonal b, and M of a block of nodes, transposed; and 1 / norm of its keys.
+
+    The diagonal of the keys' inner products has the norms. A norm that overflows leaves 1 / norm of 0, and its row and
+    column with it.
+    """
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    behind = (path_decay[None, :] - path_decay[:, None]).to(tl.float32)
-    marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES)
-    decay = tl.where(marked, tl.exp(tl.minimum(behind, 0.0)), 0.0)
-    for_keys, for_queries = coefficients(
-        keys, keys_rest, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32
-    )
-    inverse = unit_upper_inverse(tl.where(row < column, for_keys, 0.0) * strength[None, :], depth, FLOAT32)
-    solution = inverse * strength[:, None]
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
+    products = dot_split(keys, tl.trans(keys), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+    for_queries = dot_split(keys, tl.trans(queries), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+    marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES)
+    decay = tl.exp(tl.minimum((path_decay[None, :] - path_decay[:, None]).to(tl.float32), 0.0))
+    inverse_norm = tl.full([BLOCK], 1.0, tl.float32)
+    if L2NORM:
+        squares = tl.where(row == column, products, 0.0)
+        inverse_norm = tl.math.rsqrt(tl.sum(squares, 0) + 1e-6)
+        rows_norm = tl.math.rsqrt(tl.sum(squares, 1) + 1e-6)
+        marked = marked & (rows_norm > 0.0)[:, None]
+        decay = decay * rows_norm[:, None]
+    for_queries = tl.where(marked, for_queries * decay, 0.0)
+    between = marked & (row < column) & (inverse_norm > 0.0)[None, :]
+    for_keys = tl.where(between, products * (decay * (inverse_norm * strength)[None, :]), 0.0)
+    inverse = unit_upper_inverse(for_keys, depth, FLOAT32)
+    solution = inverse * strength[:, None]
     mix = dot_split(solution, for_queries, zeros, False, False, FLOAT32)
-    return tl.where(row == column, 0.0, solution), mix
+    return tl.where(row == column, 0.0, solution), mix, inverse_norm
 
 
 @triton.jit
 def block_before(
-    keys, keys_rest, queries, queries_rest, low, high, path_decay, key, log_decay, parents, before, N, key_stride,
+    keys, keys_factor, queries, low, high, path_decay, key, log_decay, parents, before, N, key_stride,
     HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NODES: tl.constexpr, L2NORM: tl.constexpr,
     RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
@@ -76,22 +91,20 @@ def block_before(
     rows_low, _, rows_decay, _ = walk_to_roots(parents, log_decay, nodes, 0, N, HV, NODES)
     behind = (path_decay[None, :] - rows_decay[:, None]).to(tl.float32)
     marked = has_bit(low, high, nodes, NODES)
-    decay = tl.where(marked, tl.exp(tl.minimum(behind, 0.0)), 0.0)
-    rows = load_rows(key, key_stride, nodes, tl.max(marked.to(tl.int32), 1) != 0, K, KP)
+    rows = load_rows(key, key_stride, nodes, nodes < N, K, KP)
     factor = tl.full([BLOCK], 1.0, tl.float32)
-    if L2NORM:
+    if L2NORM and not RAW_KEYS:
         power, rest = norm_factors(rows)
-        rows = scale_rows(rows, power)
-        factor = rest
-        if RAW_KEYS:
-            factor = tl.where(power > 0.0, 1.0 / power, 0.0)
-    return coefficients(rows, factor, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+        factor = power * rest
+    marked = marked & (factor > 0.0)[:, None] & (keys_factor > 0.0)[None, :]
+    decay = tl.exp(tl.minimum(behind, 0.0))
+    return coefficients(rows, factor, keys, keys_factor, queries, decay, marked, KEYS_EXACT, KEYS_EXACT, FLOAT32)
 
 
 @triton.jit
 def prefix_chunk(
-    keys, keys_rest, queries, queries_rest, present, path_decay, prefix_key, prefix_log_decay, prefix_mask,
-    chunk, nodes, P, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KEYS_EXACT: tl.constexpr,
+    keys, keys_factor, queries, present, path_decay, prefix_key, prefix_log_decay, prefix_mask, chunk, nodes, P,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KEYS_EXACT: tl.constexpr,
     PREFIX_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Return C and Q of 16 rows of the prefix, transposed, and the log decays with them.
@@ -107,14 +120,29 @@ def prefix_chunk(
     gate = tl.load(prefix_log_decay + rows * HV, mask=rows < P, other=0.0).to(tl.float32)
     gate_after = tl.load(prefix_log_decay + after * HV, mask=within, other=0.0).to(tl.float32)
     behind = tl.cumsum(tl.where(marked_after, gate_after[:, None], 0.0), 0, reverse=True)
-    decay = tl.where(marked, tl.exp(behind + path_decay.to(tl.float32)[None, :]), 0.0)
+    decay = tl.exp(behind + path_decay.to(tl.float32)[None, :])
     path_decay += tl.sum(tl.where(marked, gate[:, None], 0.0), 0).to(tl.float64)
     prefix_keys = load_rows(prefix_key, HK * K, rows, tl.max(marked.to(tl.int32), 1) != 0, K, KP)
     ones = tl.full([BLOCK], 1.0, tl.float32)
+    marked = marked & (keys_factor > 0.0)[None, :]
     for_keys, for_queries = coefficients(
-        prefix_keys, ones, keys, keys_rest, queries, queries_rest, decay, PREFIX_EXACT, KEYS_EXACT, FLOAT32
+        prefix_keys, ones, keys, keys_factor, queries, decay, marked, PREFIX_EXACT, KEYS_EXACT, FLOAT32
     )
     return for_keys, for_queries, path_decay
+
+
+@triton.jit
+def ring_chunk(
+    keys, keys_factor, queries, present, path_decay, rows, gate, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr
+):
+    """Return C and Q of known rows that every node follows, transposed, and the log decays with them."""
+    ones = tl.full([BLOCK], 1.0, tl.float32)
+    decay = tl.exp(sum_after(gate)[:, None] + path_decay.to(tl.float32)[None, :])
+    marked = (present & (keys_factor > 0.0))[None, :] & (ones > 0.0)[:, None]
+    for_keys, for_queries = coefficients(
+        rows, ones, keys, keys_factor, queries, decay, marked, KEYS_EXACT, KEYS_EXACT, FLOAT32
+    )
+    return for_keys, for_queries, path_decay + tl.sum(gate, 0).to(tl.float64)
 
 
 @triton.jit
@@ -137,20 +165,6 @@ def load_known_keys(
     gate = tl.load(ring_log_decay + rows * HV, mask=in_ring, other=0.0)
     gate += tl.load(last_log_decay + node * HV, mask=on_path, other=0.0).to(tl.float32)
     return keys, gate
-
-
-@triton.jit
-def ring_chunk(
-    keys, keys_rest, queries, queries_rest, path_decay, rows, gate,
-    KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
-):  # fmt: skip
-    """Return C and Q of known rows that every node follows, transposed, and the log decays with them."""
-    ones = tl.full([BLOCK], 1.0, tl.float32)
-    decay = tl.exp(sum_after(gate)[:, None] + path_decay.to(tl.float32)[None, :])
-    for_keys, for_queries = coefficients(
-        rows, ones, keys, keys_rest, queries, queries_rest, decay, KEYS_EXACT, KEYS_EXACT, FLOAT32
-    )
-    return for_keys, for_queries, path_decay + tl.sum(gate, 0).to(tl.float64)
 
 
 @triton.jit
@@ -275,28 +289,29 @@ def tree_solve_kernel(
         low, high, path_decay, depth = walk_to_roots(parents, log_decay, nodes, block * BLOCK, N, HV, NODES)
         present = depth >= 0
         strength = tl.where(present, strength, 0.0)
+        solution, mix, inverse_norm = own_block(
+            keys, queries, low, high, path_decay, depth, strength, block * BLOCK, NODES, L2NORM, KEYS_EXACT, FLOAT32
+        )
+        solution = tl.trans(solution)
+        mix = tl.trans(mix)
         keys_rest = tl.full([BLOCK], 1.0, tl.float32)
         keys_power, queries_rest, queries_power = keys_rest, keys_rest, keys_rest
-        keys = tl.where(present[:, None], keys, 0.0)
-        queries = tl.where(present[:, None], queries, 0.0)
+        scaled_keys = keys
+        scaled_queries = queries
         if L2NORM:
             keys_power, keys_rest = norm_factors(keys)
             queries_power, queries_rest = norm_factors(queries)
-            keys = scale_rows(keys, keys_power)
-            queries = scale_rows(queries, queries_power)
+            scaled_keys = scale_rows(keys, keys_power)
+            scaled_queries = scale_rows(queries, queries_power)
+            keys_rest = tl.where(present, keys_rest, 0.0)
+            keys_power = tl.where(present, keys_power, 0.0)
         queries_rest = queries_rest * scale
-        solution, mix = own_block(
-            keys, keys_rest, queries, queries_rest, low, high, path_decay, depth, strength, block * BLOCK,
-            NODES, KEYS_EXACT, FLOAT32,
-        )  # fmt: skip
-        solution = tl.trans(solution)
-        mix = tl.trans(mix)
 
         known_to_keys = tl.zeros([BLOCK, COLUMNS], tl.float32)
         known_to_queries = tl.zeros([BLOCK, COLUMNS], tl.float32)
         for before in range(block - 1, -1, -1):
             for_keys, for_queries = block_before(
-                keys, keys_rest, queries, queries_rest, low, high, path_decay, key, log_decay, parents, before, N,
+                keys, inverse_norm, queries, low, high, path_decay, key, log_decay, parents, before, N,
                 key_stride, HV, K, KP, NODES, L2NORM, RAW_KEYS, KEYS_EXACT, FLOAT32,
             )  # fmt: skip
             for_keys = tl.trans(for_keys)
@@ -318,7 +333,7 @@ def tree_solve_kernel(
                         place = ring_key + rows[:, None] * (HK * K) + k[None, :]
                         tl.store(place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
                 for_keys, for_queries, path_decay = ring_chunk(
-                    keys, keys_rest, queries, queries_rest, path_decay, known_keys, gate, KEYS_EXACT, FLOAT32
+                    keys, inverse_norm, queries, present, path_decay, known_keys, gate, KEYS_EXACT, FLOAT32
                 )
                 for_keys = tl.trans(for_keys)
                 for_queries = tl.trans(for_queries)
@@ -327,7 +342,7 @@ def tree_solve_kernel(
         else:
             for chunk in range(CHUNKS - 1, -1, -1):
                 for_keys, for_queries, path_decay = prefix_chunk(
-                    keys, keys_rest, queries, queries_rest, present, path_decay,
+                    keys, inverse_norm, queries, present, path_decay,
                     prefix_key + (row * P * HK + key_head).to(tl.int64) * K, prefix_log_decay + row * P * HV + head,
                     prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
                 )  # fmt: skip
@@ -346,14 +361,15 @@ def tree_solve_kernel(
         path_decay = path_decay.to(tl.float32)
         decay = tl.exp(path_decay)
         zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        read_by_keys = dot_split(keys, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
-        read_by_queries = dot_split(queries, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
-        left = values - read_by_keys * (decay * keys_rest)[:, None] - known_to_keys
+        read_by_keys = dot_split(scaled_keys, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
+        read_by_queries = dot_split(scaled_queries, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
+        left = values - known_to_keys - tl.where((keys_rest > 0.0)[:, None], read_by_keys * (decay * keys_rest)[:, None], 0.0)
         left = tl.where(present[:, None], left, 0.0)  # inputs and state of padding may be anything
         # The diagonal is the greatest part, and precise.
         solved = dot_split(solution, left, left * strength[:, None], False, False, FLOAT32)
         result = dot_split(mix, left, known_to_queries, False, False, FLOAT32)
-        result = tl.where(present[:, None], result + read_by_queries * (decay * queries_rest)[:, None], 0.0)
+        result = result * (queries_rest * queries_power)[:, None] + read_by_queries * (decay * queries_rest)[:, None]
+        result = tl.where((present & (queries_rest != 0.0))[:, None], result, 0.0)
         if RAW_KEYS:
             solved = solved * (keys_rest * keys_power)[:, None]
         place = nodes[:, None] * (HV * V) + columns[None, :]
@@ -366,5 +382,5 @@ def tree_solve_kernel(
                 tl.store(path_log_decay + (row * N + nodes) * HV + head, path_decay, mask=nodes < N)
                 if head % (HV // HK) == 0:
                     key_place = key_as_used + ((row * N + nodes[:, None]) * HK + key_head).to(tl.int64) * K + k[None, :]
-                    used = keys.to(tl.float32) * keys_rest[:, None]
+                    used = tl.where(present[:, None], scaled_keys.to(tl.float32) * keys_rest[:, None], 0.0)
                     tl.store(key_place, used, mask=(nodes < N)[:, None] & (k < K)[None, :])

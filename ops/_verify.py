@@ -184,17 +184,18 @@ def _tree_wy_verify_(
     row_dtype = torch.bfloat16 if heads["KEYS_EXACT"] and not heads["FLOAT32"] else torch.float32
     scaled_rows = key.new_empty(batch, key_heads, blocks, 2, 16, heads["KP"], dtype=row_dtype)
     tables = node_pseudo_value.new_empty(batch, value_heads, blocks, 1 + blocks, 2, 16, 16)
-    factors = node_pseudo_value.new_empty(batch, value_heads, blocks, 6, 16)
-    wrap_triton(tree_tables_kernel)[(blocks, value_heads, batch)](
+    factors = node_pseudo_value.new_empty(batch, value_heads, blocks, 4, 16)
+    row_factors = node_pseudo_value.new_empty(batch, key_heads, blocks, 4, 16)
+    wrap_triton(tree_tables_kernel)[(blocks, value_heads + key_heads, batch)](
         *(query, key, log_decay, beta, parents, ring_key, ring_log_decay, parents, known_after),
-        *(scaled_rows, tables, factors, factors, factors, num_nodes, size, scale, *strides),
+        *(scaled_rows, row_factors, tables, factors, factors, factors, num_nodes, size, scale, *strides),
         num_warps=2,
         **shared,
         **precision,
     )
     num_tiles, options = pass_options(value, key_dim, heads["FLOAT32"])
     wrap_triton(tree_pass_kernel)[programs(num_tiles)](
-        *(value, state_pool, slots, ring_pseudo_value, scaled_rows, tables, factors, output, node_pseudo_value),
+        *(value, state_pool, slots, ring_pseudo_value, scaled_rows, row_factors, tables, factors, output, node_pseudo_value),
         *(num_nodes, size, scratch, num_tiles, value.stride(1)),
         **shared,
         **options,
