@@ -27,22 +27,30 @@ def split(x, FLOAT32: tl.constexpr):
     goes through a unit of a quarter of the speed.
     """
     if FLOAT32:
-        return x, x
-    bits = x.to(tl.int32, bitcast=True)
-    # Away from the greatest numbers, which would round to infinity.
-    rounded = tl.where((bits & 0x7F7F8000) == 0x7F7F8000, bits, bits + 0x8000)
-    high = (rounded & -65536).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+        high = x
+        low = x
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        # Away from the greatest numbers, which would round to infinity.
+        rounded = tl.where((bits & 0x7F7F8000) == 0x7F7F8000, bits, bits + 0x8000)
+        rounded = (rounded & -65536).to(tl.float32, bitcast=True)
+        high = rounded.to(tl.bfloat16)
+        low = (x - rounded).to(tl.bfloat16)
+    return high, low
 
 
 @triton.jit
 def split_half(x, FLOAT32: tl.constexpr):
     """Return the halves of x / 2, without the check of `split`: no rounding of x / 2 is infinite."""
-    if FLOAT32:
-        return x * 0.5, x * 0.5
     x = x * 0.5
-    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+    if FLOAT32:
+        high = x
+        low = x
+    else:
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+        high = rounded.to(tl.bfloat16)
+        low = (x - rounded).to(tl.bfloat16)
+    return high, low
 
 
 @triton.jit
