@@ -27,16 +27,13 @@ def split(x, FLOAT32: tl.constexpr):
     goes through a unit of a quarter of the speed.
     """
     if FLOAT32:
-        high = x
-        low = x
-    else:
+        return x, x
+    else:  # Triton compiles what stands behind a return, but not the other branch
         bits = x.to(tl.int32, bitcast=True)
         # Away from the greatest numbers, which would round to infinity.
         rounded = tl.where((bits & 0x7F7F8000) == 0x7F7F8000, bits, bits + 0x8000)
-        rounded = (rounded & -65536).to(tl.float32, bitcast=True)
-        high = rounded.to(tl.bfloat16)
-        low = (x - rounded).to(tl.bfloat16)
-    return high, low
+        high = (rounded & -65536).to(tl.float32, bitcast=True)
+        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
@@ -44,25 +41,23 @@ def split_half(x, FLOAT32: tl.constexpr):
     """Return the halves of x / 2, without the check of `split`: no rounding of x / 2 is infinite."""
     x = x * 0.5
     if FLOAT32:
-        high = x
-        low = x
+        return x, x
     else:
-        rounded = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
-        high = rounded.to(tl.bfloat16)
-        low = (x - rounded).to(tl.bfloat16)
-    return high, low
+        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+        return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def dot_halves(left, left_low, right, right_low, total, LEFT_EXACT: tl.constexpr, RIGHT_EXACT: tl.constexpr):
     """Return total + left @ right of halves; an exact side has no low half."""
     if left.dtype == tl.float32:
-        return tl.dot(left, right, total, input_precision="tf32x3")
-    total = tl.dot(left, right, total)
-    if not LEFT_EXACT:
-        total = tl.dot(left_low, right, total)
-    if not RIGHT_EXACT:
-        total = tl.dot(left, right_low, total)
+        total = tl.dot(left, right, total, input_precision="tf32x3")
+    else:
+        total = tl.dot(left, right, total)
+        if not LEFT_EXACT:
+            total = tl.dot(left_low, right, total)
+        if not RIGHT_EXACT:
+            total = tl.dot(left, right_low, total)
     return total
 
 

@@ -41,14 +41,52 @@ def _kv_commit(num_nodes: int, head_dim: int) -> Case:
     return ops.tree_kv_commit_, (keys, values, _tensor(2), _tensor(2), _tensor(2, num_nodes), _tensor(2))
 
 
-def _nodes(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Value, query, key, log decay, beta, committed state and parents of two rows."""
+def _nodes(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype, batch: int = 2) -> tuple[Tensor, ...]:
+    """Value, query, key, log decay, beta, committed state and parents of some rows."""
     key_heads, value_heads, (key_dim, value_dim) = 16, 32, dims
-    value = _tensor(2, num_nodes, value_heads, value_dim, dtype=dtype)
-    query, key = (_tensor(2, num_nodes, key_heads, key_dim, dtype=dtype) for _ in range(2))
-    log_decay, beta = _tensor(2, num_nodes, value_heads, dtype=FLOAT32), _tensor(2, num_nodes, value_heads, dtype=dtype)
-    state = _tensor(2, value_heads, key_dim, value_dim, dtype=FLOAT32)
-    return value, query, key, log_decay, beta, state, _tensor(2, num_nodes)
+    value = _tensor(batch, num_nodes, value_heads, value_dim, dtype=dtype)
+    query, key = (_tensor(batch, num_nodes, key_heads, key_dim, dtype=dtype) for _ in range(2))
+    log_decay = _tensor(batch, num_nodes, value_heads, dtype=FLOAT32)
+    beta = _tensor(batch, num_nodes, value_heads, dtype=dtype)
+    state = _tensor(batch, value_heads, key_dim, value_dim, dtype=FLOAT32)
+    return value, query, key, log_decay, beta, state, _tensor(batch, num_nodes)
+
+
+def _solve(
+    num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = BFLOAT16, *, batch: int = 2, prefix: int = 0
+) -> Case:
+    nodes = value, _, key, log_decay, *_ = _nodes(num_nodes, dims, dtype, batch)
+    known_value = _tensor(batch, prefix, *value.shape[2:], dtype=FLOAT32)
+    known_key = _tensor(batch, prefix, *key.shape[2:], dtype=FLOAT32)
+    known_decay = _tensor(batch, prefix, log_decay.shape[2], dtype=FLOAT32)
+    mask = _tensor(batch, num_nodes, prefix, dtype=torch.bool)
+    return ops.tree_wy_solve, (*nodes, known_value, known_key, known_decay, mask, dims[0] ** -0.5, True)
+
+
+def _commit(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = FLOAT32) -> Case:
+    value, _, key, log_decay, _, state, parents = _nodes(num_nodes, dims, dtype)
+    written = value.float(), key, log_decay, parents, _tensor(2)
+    return ops.tree_wy_commit, (state, *written)
+
+
+def _commit_in_place(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = FLOAT32) -> Case:
+    _, (state, *written) = _commit(num_nodes, dims, dtype)
+    return ops.tree_wy_commit_, (state, _tensor(2), *written)
+
+
+def _verify(
+    num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = BFLOAT16, *, batch: int = 2, ring: int = 16
+) -> Case:
+    value, query, key, log_decay, beta, state, parents = _nodes(num_nodes, dims, dtype, batch)
+    known = (
+        _tensor(batch, ring, *value.shape[2:], dtype=FLOAT32),
+        _tensor(batch, ring, *key.shape[2:], dtype=dtype),
+        _tensor(batch, ring, log_decay.shape[2], dtype=FLOAT32),
+        _tensor(batch),
+    )
+    tree = value.float(), value, query, key, log_decay, beta, parents
+    last = key, log_decay, parents, _tensor(batch)
+    return ops.tree_wy_verify_, (state, _tensor(batch), *known, *tree, *last, dims[0] ** -0.5, True)
 
 
 def _snapshots(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = BFLOAT16) -> Case:
@@ -72,4 +110,59 @@ CASES = {
     "snapshots, 128 x 128, float32": _snapshots(16, (128, 128), FLOAT32),
     "snapshots, 96 x 192": _snapshots(16, (96, 192)),
     "snapshots, 256 x 256": _snapshots(16, (256, 256)),
+    "solve": _solve(16, (128, 128)),
+    "solve, 64 x 64": _solve(16, (64, 64)),
+    "solve, 96 x 192": _solve(16, (96, 192)),
+    "solve, 256 x 256": _solve(16, (256, 256)),
+    "solve, float16": _solve(16, (128, 128), torch.float16),
+    "solve, float32": _solve(16, (128, 128), FLOAT32),
+    "solve, 256 x 256, float32": _solve(16, (256, 256), FLOAT32),
+    "solve, 128 nodes": _solve(128, (128, 128)),
+    "solve, 256 x 256, 128 nodes": _solve(128, (256, 256)),
+    "solve, 128 nodes, float32": _solve(128, (128, 128), FLOAT32),
+    "solve, prefix of 16": _solve(16, (128, 128), prefix=16),
+    "solve, prefix of 64": _solve(16, (128, 128), prefix=64),
+    "tables, 64 x 64": _solve(16, (64, 64), batch=3),
+    "tables, 128 x 128": _solve(16, (128, 128), batch=3),
+    "tables, 96 x 192": _solve(16, (96, 192), batch=3),
+    "tables, 256 x 256": _solve(16, (256, 256), batch=3),
+    "tables, float16": _solve(16, (128, 128), torch.float16, batch=3),
+    "tables, float32": _solve(16, (128, 128), FLOAT32, batch=3),
+    "tables, 256 x 256, float32": _solve(16, (256, 256), FLOAT32, batch=3),
+    "tables, 32 nodes": _solve(32, (128, 128)),
+    "tables, 40 nodes": _solve(40, (128, 128)),
+    "tables, 40 nodes, 256 x 256": _solve(40, (256, 256)),
+    "tables, 64 nodes": _solve(64, (128, 128)),
+    "tables, 64 nodes, 256 x 256": _solve(64, (256, 256)),
+    "tables, 64 nodes, float32": _solve(64, (128, 128), FLOAT32),
+    "tables, 64 nodes, 256 x 256, float32": _solve(64, (256, 256), FLOAT32),
+    "tables, prefix of 32": _solve(16, (128, 128), batch=3, prefix=32),
+    "tables, 64 nodes, prefix of 32": _solve(64, (128, 128), prefix=32),
+    "commit": _commit(16, (128, 128)),
+    "commit in place": _commit_in_place(16, (128, 128)),
+    "commit in place, 64 x 64": _commit_in_place(16, (64, 64)),
+    "commit in place, 96 x 192": _commit_in_place(16, (96, 192)),
+    "commit in place, 256 x 256": _commit_in_place(16, (256, 256)),
+    "commit in place, 128 nodes": _commit_in_place(128, (128, 128)),
+    "commit in place, bfloat16 keys": _commit_in_place(16, (128, 128), BFLOAT16),
+    "verify": _verify(16, (128, 128)),
+    "verify, 64 x 64": _verify(16, (64, 64)),
+    "verify, 96 x 192": _verify(16, (96, 192)),
+    "verify, 256 x 256": _verify(16, (256, 256)),
+    "verify, float16": _verify(16, (128, 128), torch.float16),
+    "verify, float32": _verify(16, (128, 128), FLOAT32),
+    "verify, 256 x 256, float32": _verify(16, (256, 256), FLOAT32),
+    "verify, 128 nodes": _verify(128, (128, 128)),
+    "verify, no ring": _verify(16, (128, 128), ring=0),
+    "verify, tables, 64 x 64": _verify(16, (64, 64), batch=3),
+    "verify, tables, 128 x 128": _verify(16, (128, 128), batch=3),
+    "verify, tables, 96 x 192": _verify(16, (96, 192), batch=3),
+    "verify, tables, 256 x 256": _verify(16, (256, 256), batch=3),
+    "verify, tables, float32": _verify(16, (128, 128), FLOAT32, batch=3),
+    "verify, tables, 256 x 256, float32": _verify(16, (256, 256), FLOAT32, batch=3),
+    "verify, tables, 40 nodes": _verify(40, (128, 128)),
+    "verify, tables, 64 nodes": _verify(64, (128, 128)),
+    "verify, tables, 64 nodes, 256 x 256": _verify(64, (256, 256)),
+    "verify, tables, 64 nodes, float32": _verify(64, (128, 128), FLOAT32),
+    "verify, tables, 64 nodes, 256 x 256, float32": _verify(64, (256, 256), FLOAT32),
 }
