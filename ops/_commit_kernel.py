@@ -75,59 +75,69 @@ def tree_commit_kernel(
 def tree_defer_kernel(
     state, slots, ring_value, ring_key, ring_log_decay, num_known, last_value, last_key, last_log_decay,
     path, path_length, known_after, LAST, SCRATCH, last_key_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
-    RING: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr, RING: tl.constexpr, HAS_SLOTS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Append an accepted path to the ring of its row; where it does not fit, fold the ring and the path into the state."""
-    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    key_head = head // (HV // HK)
+    """Append an accepted path to the ring of its row; where it does not fit, fold the ring and the path into the state.
+
+    Most calls append, which is little work: a program takes several heads, so that there are few programs.
+    """
+    first, row = tl.program_id(0) * HEADS, tl.program_id(1)
     known = tl.load(num_known + row).to(tl.int32)
-    length = tl.load(path_length + row).to(tl.int32)
-    num_rows = known + length
-    if (tile == 0) & (head == 0):
+    num_rows = known + tl.load(path_length + row).to(tl.int32)
+    if first == 0:
         tl.store(known_after + row, tl.where(num_rows <= RING, num_rows, 0))
-    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (columns < V)[None, :]
     k = tl.arange(0, KP)
     path += row * LAST
-    ring_value += (row.to(tl.int64) * RING * HV + head) * V
-    ring_key += (row.to(tl.int64) * RING * HK + key_head) * K
-    ring_log_decay += row * RING * HV + head
-    last_value += (row.to(tl.int64) * SCRATCH * HV + head) * V
-    last_key += row.to(tl.int64) * LAST * last_key_stride + key_head * K
-    last_log_decay += row * LAST * HV + head
+    ring_value += row.to(tl.int64) * RING * HV * V
+    ring_key += row.to(tl.int64) * RING * HK * K
+    ring_log_decay += row * RING * HV
+    last_value += row.to(tl.int64) * SCRATCH * HV * V
+    last_key += row.to(tl.int64) * LAST * last_key_stride
+    last_log_decay += row * LAST * HV
     if num_rows <= RING:
         rows = known + tl.arange(0, BLOCK)
         on_path = rows < num_rows
         node = tl.load(path + tl.arange(0, BLOCK), mask=on_path, other=0).to(tl.int32)
-        in_values = on_path[:, None] & inside
-        values = tl.load(last_value + node[:, None] * (HV * V) + columns[None, :], mask=in_values, other=0.0)
-        tl.store(ring_value + rows[:, None] * (HV * V) + columns[None, :], values, mask=in_values)
-        if tile == 0:
-            gate = tl.load(last_log_decay + node * HV, mask=on_path, other=0.0).to(tl.float32)
-            tl.store(ring_log_decay + rows * HV, gate, mask=on_path)
+        for head in range(first, first + HEADS):
+            for tile in range(0, tl.cdiv(V, COLUMNS)):
+                columns = tl.arange(0, COLUMNS) + tile * COLUMNS
+                inside = on_path[:, None] & (columns < V)[None, :]
+                place = head * V + columns[None, :]
+                values = tl.load(last_value + node[:, None] * (HV * V) + place, mask=inside, other=0.0)
+                tl.store(ring_value + rows[:, None] * (HV * V) + place, values, mask=inside)
+            gate = tl.load(last_log_decay + node * HV + head, mask=on_path, other=0.0).to(tl.float32)
+            tl.store(ring_log_decay + rows * HV + head, gate, mask=on_path)
             if head % (HV // HK) == 0:
                 in_keys = on_path[:, None] & (k < K)[None, :]
-                keys = tl.load(last_key + node[:, None] * last_key_stride + k[None, :], mask=in_keys, other=0.0)
-                tl.store(ring_key + rows[:, None] * (HK * K) + k[None, :], keys, mask=in_keys)
+                key_place = (head // (HV // HK)) * K + k[None, :]
+                keys = tl.load(last_key + node[:, None] * last_key_stride + key_place, mask=in_keys, other=0.0)
+                tl.store(ring_key + rows[:, None] * (HK * K) + key_place, keys, mask=in_keys)
     else:
-        slot = tl.load(slots + row).to(tl.int64)
+        slot = row.to(tl.int64)
+        if HAS_SLOTS:
+            slot = tl.load(slots + row).to(tl.int64)
         width = tl.where(slot >= 0, K, 0)  # a row without a slot has no state to write
-        place = state + (slot * HV + head) * (K * V) + k[:, None] * V + columns[None, :]
-        in_state = (k < width)[:, None] & inside
-        state_tile = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
-        for chunk in range(0, tl.cdiv(num_rows, BLOCK)):
-            rows, in_ring, on_path, node = locate_known_rows(path, chunk, known, num_rows)
-            values = load_known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
-            gate = tl.load(ring_log_decay + rows * HV, mask=in_ring, other=0.0)
-            gate += tl.load(last_log_decay + node * HV, mask=on_path, other=0.0).to(tl.float32)
-            keys = tl.load(
-                ring_key + rows[None, :] * (HK * K) + k[:, None], mask=in_ring[None, :] & (k < K)[:, None], other=0.0
-            )
-            keys += tl.load(
-                last_key + node[None, :] * last_key_stride + k[:, None],
-                mask=on_path[None, :] & (k < K)[:, None],
-                other=0.0,
-            )
-            state_tile = _advance(state_tile, keys, values, gate, KEYS_EXACT, FLOAT32)
-        tl.store(place, state_tile.to(state.dtype.element_ty), mask=in_state)
+        for task in range(0, HEADS * tl.cdiv(V, COLUMNS)):
+            head = first + task // tl.cdiv(V, COLUMNS)
+            key_head = head // (HV // HK)
+            columns = tl.arange(0, COLUMNS) + (task % tl.cdiv(V, COLUMNS)) * COLUMNS
+            inside = (columns < V)[None, :]
+            place = state + (slot * HV + head) * (K * V) + k[:, None] * V + columns[None, :]
+            in_state = (k < width)[:, None] & inside
+            state_tile = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
+            for chunk in range(0, tl.cdiv(num_rows, BLOCK)):
+                rows, in_ring, on_path, node = locate_known_rows(path, chunk, known, num_rows)
+                values = load_known_values(
+                    ring_value + head * V, last_value + head * V, rows, in_ring, on_path, node, columns, inside, HV, V
+                )
+                gate = tl.load(ring_log_decay + rows * HV + head, mask=in_ring, other=0.0)
+                gate += tl.load(last_log_decay + node * HV + head, mask=on_path, other=0.0).to(tl.float32)
+                key_place = key_head * K + k[:, None]
+                in_keys = (k < K)[:, None]
+                keys = tl.load(ring_key + rows[None, :] * (HK * K) + key_place, mask=in_ring[None, :] & in_keys, other=0.0)
+                keys += tl.load(
+                    last_key + node[None, :] * last_key_stride + key_place, mask=on_path[None, :] & in_keys, other=0.0
+                )
+                state_tile = _advance(state_tile, keys, values, gate, KEYS_EXACT, FLOAT32)
+            tl.store(place, state_tile.to(state.dtype.element_ty), mask=in_state)

@@ -75,9 +75,13 @@ def halves(x, EXACT: tl.constexpr, FLOAT32: tl.constexpr):
 @triton.jit
 def dot_split(left, right, total, LEFT_EXACT: tl.constexpr, RIGHT_EXACT: tl.constexpr, FLOAT32: tl.constexpr):
     """Return total + left @ right; an exact side holds bfloat16 numbers."""
-    left, left_low = halves(left, LEFT_EXACT, FLOAT32)
-    right, right_low = halves(right, RIGHT_EXACT, FLOAT32)
-    return dot_halves(left, left_low, right, right_low, total, LEFT_EXACT, RIGHT_EXACT)
+    if left.dtype == tl.float16 and right.dtype == tl.float16:
+        total = tl.dot(left, right, total)  # products of these are exact as they are
+    else:
+        left, left_low = halves(left, LEFT_EXACT, FLOAT32)
+        right, right_low = halves(right, RIGHT_EXACT, FLOAT32)
+        total = dot_halves(left, left_low, right, right_low, total, LEFT_EXACT, RIGHT_EXACT)
+    return total
 
 
 @triton.jit

@@ -16,9 +16,20 @@ _BLOCK = 16
 _PERSISTENT_PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200; on others they take more turns
 
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+"""Values, queries and keys of the solve's kernels. Others stay with the reference, that is with PyTorch's own kernels:
+products of halves keep 16 bits, and whoever computes in float32 wants 24."""
+
+
 def kernels_apply(*tensors: Tensor) -> bool:
-    """Tell whether the arguments go to the kernels: on CUDA, and nothing in float64, which stays with the reference."""
+    """Tell whether states and what advances them go to the kernels: on CUDA, and nothing of it in float64."""
     return tensors[0].device.type == "cuda" and all(tensor.dtype != torch.float64 for tensor in tensors)
+
+
+def solve_kernels_apply(value: Tensor, query: Tensor, key: Tensor, *others: Tensor) -> bool:
+    """Tell whether a solve goes to the kernels."""
+    inputs = (value, query, key)
+    return kernels_apply(*others, *inputs) and all(tensor.dtype in KERNEL_DTYPES for tensor in inputs)
 
 
 def check_kernel_limits(argument: str, num_nodes: int, key_dim: int, value_dim: int) -> None:
@@ -102,11 +113,12 @@ def commit_options(state: Tensor, pseudo_value: Tensor, key: Tensor) -> tuple[tu
     return (tiles(value_dim, columns), value_heads, batch), head_options(pseudo_value, key) | options
 
 
-def defer_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return grid and options of `tree_defer_kernel`."""
+def defer_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return grid and options of `tree_defer_kernel`: a program takes four heads, or those that are there."""
     batch, _, value_heads, value_dim = value.shape
-    columns = tile_columns(key_dim, value_dim, 4096)
-    return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
+    heads = 4 if value_heads % 4 == 0 else 1
+    columns = tile_columns(key_dim, value_dim, 8192)
+    return (value_heads // heads, batch), {"V": value_dim, "HEADS": heads, "COLUMNS": columns, "num_warps": 4}
 
 
 def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length: int) -> bool:
@@ -114,27 +126,26 @@ def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length:
     return (batch * value_heads <= 64 and num_nodes <= _BLOCK) or num_nodes > 64 or prefix_length > 2 * _BLOCK
 
 
-def solve_options(value: Tensor, key_dim: int, float32: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def solve_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Return grid and options of `tree_solve_kernel`."""
     batch, _, value_heads, value_dim = value.shape
-    columns = tile_columns(key_dim, value_dim, 2048 if float32 else 4096)
+    columns = tile_columns(key_dim, value_dim, 4096)
     return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
 
 
-def pass_options(value: Tensor, key_dim: int, float32: bool) -> tuple[int, dict[str, Any]]:
+def pass_options(value: Tensor, key_dim: int, prefix_length: int) -> tuple[int, dict[str, Any]]:
     """Return the number of tiles, which programs take in turns, and the options of `tree_pass_kernel`.
 
     Two programs a multiprocessor, each with up to three tiles on their way, kept within 99 KiB of shared memory.
     """
     batch, num_nodes, value_heads, value_dim = value.shape
-    many_nodes = num_nodes > 3 * _BLOCK
-    columns = tile_columns(key_dim, value_dim, 4096 if float32 or many_nodes else 8192)
-    stages = 3 if num_nodes <= _BLOCK and not float32 else 2
+    simple = num_nodes <= _BLOCK and prefix_length <= _BLOCK
+    columns = tile_columns(key_dim, value_dim, 4096 if num_nodes > 3 * _BLOCK else 8192)
     return batch * value_heads * tiles(value_dim, columns), {
         "V": value_dim,
         "COLUMNS": columns,
-        "STAGES": stages,
-        "num_warps": 4,
+        "STAGES": 3 if simple and value.dtype == torch.bfloat16 else 2,
+        "num_warps": 4 if simple else 8,
     }
 
 

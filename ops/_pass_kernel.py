@@ -81,13 +81,14 @@ def _write_tables(
     known = i < 0
     if RAW_KEYS:
         known = i < tl.load(num_known + row).to(tl.int32)
-        known_keys = load_rows(prefix_key + (row * P * HK + key_head).to(tl.int64) * K, HK * K, i, known, K, KP)
-        known_gate = tl.load(prefix_log_decay + (row * P + i) * HV + head, mask=known, other=0.0).to(tl.float32)
+        known_keys = load_rows(prefix_key + (row * P * HK + key_head).to(tl.int64) * K, HK * K, i, i < P, K, KP)
+        known_gate = tl.load(prefix_log_decay + (row * P + i) * HV + head, mask=i < P, other=0.0).to(tl.float32)
     low, high, path_decay, depth = walk_to_roots(parents, log_decay, nodes, block * BLOCK, N, HV, NODES)
     present = depth >= 0
     strength = tl.where(present, strength, 0.0)
+    ones = tl.full([BLOCK], 1.0, tl.float32)
     solution, mix, inverse_norm = own_block(
-        keys, queries, low, high, path_decay, depth, strength, block * BLOCK, NODES, L2NORM, KEYS_EXACT, FLOAT32
+        keys, ones, queries, low, high, path_decay, depth, strength, block * BLOCK, NODES, L2NORM, KEYS_EXACT, FLOAT32
     )
     own = tables + (CHUNKS + block) * (2 * BLOCK * BLOCK)
     tl.store(own, solution)
@@ -103,7 +104,7 @@ def _write_tables(
             tl.store(earlier + BLOCK * BLOCK, for_queries)
     if RAW_KEYS:
         for_keys, for_queries, path_decay = ring_chunk(
-            keys, inverse_norm, queries, present, path_decay, known_keys, known_gate, KEYS_EXACT, FLOAT32
+            keys, inverse_norm, queries, present, path_decay, known_keys, known_gate, known, KEYS_EXACT, FLOAT32
         )
         tl.store(tables, for_keys)
         tl.store(tables + BLOCK * BLOCK, for_queries)
@@ -164,7 +165,7 @@ def tree_pass_kernel(
     N, P, SCRATCH, TASKS, value_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
     NODES: tl.constexpr, CHUNKS: tl.constexpr, RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Read each tile of the states once and solve, with tables that are there.
 
@@ -184,7 +185,7 @@ def tree_pass_kernel(
         inside = (columns < V)[None, :]
         slot = row
         width = V
-        if RAW_KEYS:
+        if HAS_SLOTS:
             slot = tl.load(slots + row).to(tl.int32)
             width = tl.where(slot >= 0, V, 0)  # a row without a slot has a state of zeros
         in_state = (columns < width)[None, :] & (k < K)[:, None]

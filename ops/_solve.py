@@ -46,12 +46,12 @@ from treewy.ops._launch import (
     check_kernel_limits,
     fits_one_launch,
     head_options,
-    kernels_apply,
     pass_options,
     prefix_chunks,
     programs,
     row_strided,
     rows_contiguous,
+    solve_kernels_apply,
     solve_options,
 )
 from treewy.ops._registration import tree_op
@@ -162,7 +162,7 @@ def _tree_wy_solve(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (value, query, key, log_decay, beta, committed_state, parents)
     prefix = (prefix_pseudo_value, prefix_key, prefix_log_decay, prefix_mask)
-    if not kernels_apply(*inputs, *prefix):
+    if not solve_kernels_apply(value, query, key, log_decay, beta, committed_state, *prefix[:3]):
         return _reference(*inputs, *prefix, scale, qk_l2norm)
     batch, num_nodes, value_heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
@@ -180,7 +180,7 @@ def _tree_wy_solve(
     precision = {"L2NORM": qk_l2norm, "PREFIX_EXACT": prefix_key.dtype == torch.bfloat16}
     strides = (query.stride(1), key.stride(1))
     if fits_one_launch(batch, value_heads, num_nodes, prefix_length):
-        grid, options = solve_options(value, key_dim, heads["FLOAT32"])
+        grid, options = solve_options(value, key_dim)
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state, parents, parents, known_value, known_key, known_decay, mask),
             *(
@@ -197,6 +197,7 @@ def _tree_wy_solve(
             *(output, pseudo_value, key_as_used, path_log_decay),
             *(num_nodes, prefix_length, num_nodes, num_nodes, scale, value.stride(1), *strides, 0),
             RING=16,
+            HAS_SLOTS=False,
             **shared,
             **precision,
             **options,
@@ -211,14 +212,15 @@ def _tree_wy_solve(
     wrap_triton(tree_tables_kernel)[(blocks, value_heads + key_heads, batch)](
         *(query, key, log_decay, beta, parents, known_key, known_decay, mask, parents),
         *(scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay, num_nodes, prefix_length, scale, *strides),
-        num_warps=2,
+        num_warps=1,
         **shared,
         **precision,
     )
-    num_tiles, options = pass_options(value, key_dim, heads["FLOAT32"])
+    num_tiles, options = pass_options(value, key_dim, prefix_length)
     wrap_triton(tree_pass_kernel)[programs(num_tiles)](
         *(value, state, parents, known_value, scaled_rows, row_factors, tables, factors, output, pseudo_value),
         *(num_nodes, prefix_length, num_nodes, num_tiles, value.stride(1)),
+        HAS_SLOTS=False,
         **shared,
         **options,
     )
@@ -271,8 +273,8 @@ def tree_wy_solve(
         o_i = scale [exp(G_i) S0^T q_i + sum_{j in anc(i) + i} exp(G_i - G_j) (q_i . k_j) u_j]
 
     Computes in the wider of float32 and the dtype of `value`. Value head h uses key head h // (HV / HK). On CUDA, Triton
-    kernels take up to 128 nodes and head dimensions up to 256, and products of bfloat16 and float16 inputs keep 16 bits;
-    float64 goes the way of the CPU.
+    kernels take bfloat16 and float16, up to 128 nodes and head dimensions up to 256; their products keep 16 bits. Other
+    dtypes go the way of the CPU.
 
     Args:
         value: `[B, N, HV, V]`, floating.

@@ -49,35 +49,33 @@ def coefficients(
 
 @triton.jit
 def own_block(
-    keys, queries, low, high, path_decay, depth, strength, first,
-    NODES: tl.constexpr, L2NORM: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
+    keys, keys_factor, queries, low, high, path_decay, depth, strength, first,
+    NODES: tl.constexpr, FIND_NORMS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return T b, without its diagonal b, and M of a block of nodes, transposed; and 1 / norm of its keys.
+    """Return T b, without its diagonal b, and M of a block of nodes, transposed; and the factor of each key.
 
-    The diagonal of the keys' inner products has the norms. A norm that overflows leaves 1 / norm of 0, and its row and
-    column with it.
+    With `FIND_NORMS` the factors are 1 / norm, from the diagonal of the keys' inner products. A norm that overflows
+    leaves a factor of 0, and neither row nor column.
     """
     row = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     products = dot_split(keys, tl.trans(keys), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
     for_queries = dot_split(keys, tl.trans(queries), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
-    marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES)
-    decay = tl.exp(tl.minimum((path_decay[None, :] - path_decay[:, None]).to(tl.float32), 0.0))
-    inverse_norm = tl.full([BLOCK], 1.0, tl.float32)
-    if L2NORM:
+    rows_factor = keys_factor
+    if FIND_NORMS:
         squares = tl.where(row == column, products, 0.0)
-        inverse_norm = tl.math.rsqrt(tl.sum(squares, 0) + 1e-6)
-        rows_norm = tl.math.rsqrt(tl.sum(squares, 1) + 1e-6)
-        marked = marked & (rows_norm > 0.0)[:, None]
-        decay = decay * rows_norm[:, None]
+        keys_factor = tl.math.rsqrt(tl.sum(squares, 0) + 1e-6)
+        rows_factor = tl.math.rsqrt(tl.sum(squares, 1) + 1e-6)
+    marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES) & (rows_factor > 0.0)[:, None]
+    decay = tl.exp(tl.minimum((path_decay[None, :] - path_decay[:, None]).to(tl.float32), 0.0)) * rows_factor[:, None]
     for_queries = tl.where(marked, for_queries * decay, 0.0)
-    between = marked & (row < column) & (inverse_norm > 0.0)[None, :]
-    for_keys = tl.where(between, products * (decay * (inverse_norm * strength)[None, :]), 0.0)
+    between = marked & (row < column) & (keys_factor > 0.0)[None, :]
+    for_keys = tl.where(between, products * (decay * (keys_factor * strength)[None, :]), 0.0)
     inverse = unit_upper_inverse(for_keys, depth, FLOAT32)
     solution = inverse * strength[:, None]
     mix = dot_split(solution, for_queries, zeros, False, False, FLOAT32)
-    return tl.where(row == column, 0.0, solution), mix, inverse_norm
+    return tl.where(row == column, 0.0, solution), mix, keys_factor
 
 
 @triton.jit
@@ -133,12 +131,16 @@ def prefix_chunk(
 
 @triton.jit
 def ring_chunk(
-    keys, keys_factor, queries, present, path_decay, rows, gate, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr
+    keys, keys_factor, queries, present, path_decay, rows, gate, known, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr
 ):
-    """Return C and Q of known rows that every node follows, transposed, and the log decays with them."""
+    """Return C and Q of known rows that every node follows, transposed, and the log decays with them.
+
+    Rows that are not known may hold anything.
+    """
+    gate = tl.where(known, gate, 0.0)
     ones = tl.full([BLOCK], 1.0, tl.float32)
     decay = tl.exp(sum_after(gate)[:, None] + path_decay.to(tl.float32)[None, :])
-    marked = (present & (keys_factor > 0.0))[None, :] & (ones > 0.0)[:, None]
+    marked = (present & (keys_factor > 0.0))[None, :] & known[:, None]
     for_keys, for_queries = coefficients(
         rows, ones, keys, keys_factor, queries, decay, marked, KEYS_EXACT, KEYS_EXACT, FLOAT32
     )
@@ -217,7 +219,7 @@ def tree_solve_kernel(
     known_after, output, pseudo_value, key_as_used, path_log_decay,
     N, P, LAST, SCRATCH, scale, value_stride, query_stride, key_stride, last_key_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
-    NODES: tl.constexpr, CHUNKS: tl.constexpr, RING: tl.constexpr, L2NORM: tl.constexpr,
+    NODES: tl.constexpr, CHUNKS: tl.constexpr, RING: tl.constexpr, HAS_SLOTS: tl.constexpr, L2NORM: tl.constexpr,
     RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, PREFIX_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Solve a tree for a tile of value columns of one value head and row, reading the tile of the state once.
@@ -236,7 +238,7 @@ def tree_solve_kernel(
     k = tl.arange(0, KP)
     slot = row
     width = V
-    if RAW_KEYS:
+    if HAS_SLOTS:
         slot = tl.load(slots + row).to(tl.int32)
         width = tl.where(slot >= 0, V, 0)  # a row without a slot has a state of zeros
     in_state = (columns < width)[None, :] & (k < K)[:, None]
@@ -289,11 +291,6 @@ def tree_solve_kernel(
         low, high, path_decay, depth = walk_to_roots(parents, log_decay, nodes, block * BLOCK, N, HV, NODES)
         present = depth >= 0
         strength = tl.where(present, strength, 0.0)
-        solution, mix, inverse_norm = own_block(
-            keys, queries, low, high, path_decay, depth, strength, block * BLOCK, NODES, L2NORM, KEYS_EXACT, FLOAT32
-        )
-        solution = tl.trans(solution)
-        mix = tl.trans(mix)
         keys_rest = tl.full([BLOCK], 1.0, tl.float32)
         keys_power, queries_rest, queries_power = keys_rest, keys_rest, keys_rest
         scaled_keys = keys
@@ -306,12 +303,26 @@ def tree_solve_kernel(
             keys_rest = tl.where(present, keys_rest, 0.0)
             keys_power = tl.where(present, keys_power, 0.0)
         queries_rest = queries_rest * scale
+        keys_factor = keys_rest
+        queries_factor = queries_rest
+        if KEYS_EXACT:
+            keys = scaled_keys
+            queries = scaled_queries
+        else:  # scaled ones are float32, and products of float16 are precise
+            keys_factor = keys_rest * keys_power
+            queries_factor = queries_rest * queries_power
+        solution, mix, _ = own_block(
+            keys, keys_factor, queries, low, high, path_decay, depth, strength, block * BLOCK,
+            NODES, False, KEYS_EXACT, FLOAT32,
+        )  # fmt: skip
+        solution = tl.trans(solution)
+        mix = tl.trans(mix)
 
         known_to_keys = tl.zeros([BLOCK, COLUMNS], tl.float32)
         known_to_queries = tl.zeros([BLOCK, COLUMNS], tl.float32)
         for before in range(block - 1, -1, -1):
             for_keys, for_queries = block_before(
-                keys, inverse_norm, queries, low, high, path_decay, key, log_decay, parents, before, N,
+                keys, keys_factor, queries, low, high, path_decay, key, log_decay, parents, before, N,
                 key_stride, HV, K, KP, NODES, L2NORM, RAW_KEYS, KEYS_EXACT, FLOAT32,
             )  # fmt: skip
             for_keys = tl.trans(for_keys)
@@ -333,7 +344,7 @@ def tree_solve_kernel(
                         place = ring_key + rows[:, None] * (HK * K) + k[None, :]
                         tl.store(place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
                 for_keys, for_queries, path_decay = ring_chunk(
-                    keys, inverse_norm, queries, present, path_decay, known_keys, gate, KEYS_EXACT, FLOAT32
+                    keys, keys_factor, queries, present, path_decay, known_keys, gate, in_ring | on_path, KEYS_EXACT, FLOAT32
                 )
                 for_keys = tl.trans(for_keys)
                 for_queries = tl.trans(for_queries)
@@ -342,7 +353,7 @@ def tree_solve_kernel(
         else:
             for chunk in range(CHUNKS - 1, -1, -1):
                 for_keys, for_queries, path_decay = prefix_chunk(
-                    keys, inverse_norm, queries, present, path_decay,
+                    keys, keys_factor, queries, present, path_decay,
                     prefix_key + (row * P * HK + key_head).to(tl.int64) * K, prefix_log_decay + row * P * HV + head,
                     prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
                 )  # fmt: skip
@@ -368,7 +379,7 @@ def tree_solve_kernel(
         # The diagonal is the greatest part, and precise.
         solved = dot_split(solution, left, left * strength[:, None], False, False, FLOAT32)
         result = dot_split(mix, left, known_to_queries, False, False, FLOAT32)
-        result = result * (queries_rest * queries_power)[:, None] + read_by_queries * (decay * queries_rest)[:, None]
+        result = result * queries_factor[:, None] + read_by_queries * (decay * queries_rest)[:, None]
         result = tl.where((present & (queries_rest != 0.0))[:, None], result, 0.0)
         if RAW_KEYS:
             solved = solved * (keys_rest * keys_power)[:, None]

@@ -30,11 +30,11 @@ from treewy.ops._launch import (
     defer_options,
     fits_one_launch,
     head_options,
-    kernels_apply,
     pass_options,
     programs,
     row_strided,
     rows_contiguous,
+    solve_kernels_apply,
     solve_options,
 )
 from treewy.ops._registration import tree_op
@@ -99,6 +99,8 @@ def _reference(
     scale: float,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
+    if slots.shape[0] == 0:
+        slots = torch.arange(len(parents), device=parents.device)
     last_rows = (node_pseudo_value[:, : last[0].shape[1]], *last)
     known = _take_path_(state_pool, slots, ring, num_known, last_rows, path, path_length)
     state = state_pool.index_select(0, slots.long().clamp(min=0)).masked_fill((slots < 0)[:, None, None, None], 0.0)
@@ -141,7 +143,7 @@ def _tree_wy_verify_(
 ) -> tuple[Tensor, Tensor]:
     ring = (ring_pseudo_value, ring_key, ring_log_decay)
     tree = (value, query, key, log_decay, beta)
-    if not kernels_apply(*tree, *ring, state_pool, node_pseudo_value):
+    if not solve_kernels_apply(value, query, key, log_decay, beta, *ring, state_pool, node_pseudo_value):
         return _reference(
             *(state_pool, slots, ring, num_known, node_pseudo_value, tree, parents, (last_key, last_log_decay)),
             *(path, path_length, scale, qk_l2norm),
@@ -155,11 +157,12 @@ def _tree_wy_verify_(
     output = value.new_empty(value.shape)
     known_after = num_known.new_empty(num_known.shape)
     heads = head_options(value, key, query)
+    has_slots = slots.shape[0] != 0
     shared = heads | {"NODES": bucket(num_nodes), "CHUNKS": 1, "RAW_KEYS": True}
     precision = {"L2NORM": qk_l2norm, "PREFIX_EXACT": True}
     strides = (query.stride(1), key.stride(1))
     if fits_one_launch(batch, value_heads, num_nodes, size):
-        grid, options = solve_options(value, key_dim, heads["FLOAT32"])
+        grid, options = solve_options(value, key_dim)
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state_pool, slots, parents),
             *(node_pseudo_value, key, log_decay, parents),  # there is no prefix
@@ -167,6 +170,7 @@ def _tree_wy_verify_(
             *(output, node_pseudo_value, node_pseudo_value, node_pseudo_value),
             *(num_nodes, 0, last, scratch, scale, value.stride(1), *strides, last_key.stride(1)),
             RING=size,
+            HAS_SLOTS=has_slots,
             **shared,
             **precision,
             **options,
@@ -177,6 +181,7 @@ def _tree_wy_verify_(
         *(state_pool, slots, *ring, num_known, node_pseudo_value, last_key, last_log_decay, path, path_length),
         *(known_after, last, scratch, last_key.stride(1)),
         RING=size,
+        HAS_SLOTS=has_slots,
         **heads,
         **options,
     )
@@ -189,14 +194,15 @@ def _tree_wy_verify_(
     wrap_triton(tree_tables_kernel)[(blocks, value_heads + key_heads, batch)](
         *(query, key, log_decay, beta, parents, ring_key, ring_log_decay, parents, known_after),
         *(scaled_rows, row_factors, tables, factors, factors, factors, num_nodes, size, scale, *strides),
-        num_warps=2,
+        num_warps=1,
         **shared,
         **precision,
     )
-    num_tiles, options = pass_options(value, key_dim, heads["FLOAT32"])
+    num_tiles, options = pass_options(value, key_dim, 0)
     wrap_triton(tree_pass_kernel)[programs(num_tiles)](
         *(value, state_pool, slots, ring_pseudo_value, scaled_rows, row_factors, tables, factors, output, node_pseudo_value),
         *(num_nodes, size, scratch, num_tiles, value.stride(1)),
+        HAS_SLOTS=has_slots,
         **shared,
         **options,
     )
@@ -261,7 +267,8 @@ def tree_wy_verify_(
 
     Args:
         state_pool: `[S, HV, K, V]`, floating; written in place where a row folds. Pass the whole pool, not a view of it.
-        slots: `[B]`, integer: the slot of each row; distinct, or -1 for a row without a state, which is taken as 0.
+        slots: `[B]`, integer: the slot of each row; distinct, or -1 for a row without a state, which is taken as 0. Or
+            `[0]`: slot b is row b's, which saves a look at memory before each state.
         ring_pseudo_value: `[B, R, HV, V]`, floating; written in place. R may be 0, and is at most 16 on CUDA.
         ring_key: `[B, R, HK, K]`, in the dtype of `key`; written in place.
         ring_log_decay: `[B, R, HV]`, float32, natural logarithm; written in place.
@@ -323,7 +330,11 @@ def tree_wy_verify_(
     check_nodes("path", last)
     check_group("value", value_heads, "key", key_heads)
     check_shape("state_pool", state_pool, "S, HV, K, V", state_pool.shape[0], value_heads, key_dim, value_dim)
-    check_shape("slots", slots, "B", batch)
+    check_rank("slots", slots, "B or 0")
+    if slots.shape[0] != 0:
+        check_shape("slots", slots, "B or 0", batch)
+    elif state_pool.shape[0] != batch:
+        raise ValueError(f"state_pool has {state_pool.shape[0]} slots, expected {batch}, one a row, when slots is empty")
     check_index("slots", slots)
     check_shape("ring_pseudo_value", ring_pseudo_value, "B, R, HV, V", batch, size, value_heads, value_dim)
     check_shape("ring_key", ring_key, "B, R, HK, K", batch, size, key_heads, key_dim)
