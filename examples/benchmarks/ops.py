@@ -41,7 +41,7 @@ from treewy.ops import _launch, tree_snapshots
 from treewy.ops._snapshots import snapshot_config
 from treewy.testing._bounds import relative_error
 
-OUTPUT_BOUND = 2.0**-8  # rounding to bfloat16, relative to the greatest output
+OUTPUT_BOUND = 2.0**-8 + 1e-5  # rounding to bfloat16 and the arithmetic before it, relative to the greatest output
 ROTATED_BYTES = 250e6  # of states alone: four times the L2 of an H200
 MAX_SNAPSHOT_BYTES = 20e9
 
@@ -50,13 +50,14 @@ def output_errors(tree: Tree, batch: int, layer: Layer, device: str) -> dict[str
     """Compare each policy's outputs over more than a cycle with the recurrence in float64, from poisoned stores."""
     rounds = [draw_nodes(layer, batch, tree.nodes, device) for _ in range(RING["deferred"] // tree.path_length + 3)]
     stores = {policy: Rows(tree, batch, layer, device, poisoned=True) for policy in POLICIES}
-    state = stores["snapshots"].pool.double()
+    example = stores["snapshots"]
+    state = example.pool.double()
     for rows in stores.values():
         rows.pool.copy_(state)
         rows.path_length.zero_()  # nothing was accepted before the first tree
     errors = dict.fromkeys(POLICIES, 0.0)
     for nodes, last in zip(rounds, [rounds[0], *rounds], strict=False):
-        exact = (*(x.double() for x in nodes), state, rows.parents, rows.no_states.double())
+        exact = (*(x.double() for x in nodes), state, example.parents, example.no_states.double())
         expected, states = tree_snapshots(*exact, layer.key_dim**-0.5, True)
         state = states[:, tree.accepted]
         for policy, rows in stores.items():
