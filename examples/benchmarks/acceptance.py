@@ -5,16 +5,13 @@ tree with plain generation, both commit policies, and exits with 1 if any token 
 """
 
 import argparse
-import datetime
 import json
-import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
+from _record import write_record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import treewy
@@ -22,13 +19,6 @@ import treewy
 MODELS = Path(__file__).parents[1] / "tiny_gdn"
 NEW_TOKENS = 96
 TREES = ((1, 1, 1, 1), (3, 2, 1, 1))
-
-
-def git_commit() -> str:
-    """Return the commit of the checkout that this file lies in."""
-    return subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=MODELS, capture_output=True, text=True, check=False
-    ).stdout.strip()
 
 
 def main() -> int:
@@ -80,21 +70,12 @@ def main() -> int:
                 }
             )
             print(rows[-1], flush=True)
-    hardware = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
-    args.out.write_text(
-        json.dumps(
-            {
-                "command": "python examples/benchmarks/acceptance.py " + " ".join(sys.argv[1:]),
-                "commit": git_commit(),
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                "hardware": hardware,
-                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-                "workload": f"{NEW_TOKENS} greedy tokens a prompt, batch 1, fp32, eager",
-                "rows": rows,
-            },
-            indent=1,
-        )
-        + "\n"
+    write_record(
+        args.out,
+        args.device,
+        ("torch", "transformers"),
+        workload=f"{NEW_TOKENS} greedy tokens a prompt, batch 1, fp32, eager",
+        rows=rows,
     )
     return 0 if all_equal else 1
 
