@@ -62,9 +62,9 @@ def prefix_chunks(length: int) -> int:
     return chunks
 
 
-def power_of_two(size: int) -> int:
-    """Round up to a power of two, at least 16."""
-    power = _BLOCK
+def power_of_two(size: int, least: int = _BLOCK) -> int:
+    """Round up to a power of two, at least `least`."""
+    power = least
     while power < size:
         power *= 2
     return power

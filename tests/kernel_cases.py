@@ -41,19 +41,19 @@ def _kv_commit(num_nodes: int, head_dim: int) -> Case:
     return ops.tree_kv_commit_, (keys, values, _tensor(2), _tensor(2), _tensor(2, num_nodes), _tensor(2))
 
 
-def _nodes(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Value, query, key, log decay, beta, committed state and parents of two rows."""
+def _nodes(rows: int, num_nodes: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Value, query, key, log decay, beta, committed state and parents."""
     key_heads, value_heads, (key_dim, value_dim) = 16, 32, dims
-    value = _tensor(2, num_nodes, value_heads, value_dim, dtype=dtype)
-    query, key = (_tensor(2, num_nodes, key_heads, key_dim, dtype=dtype) for _ in range(2))
-    log_decay, beta = _tensor(2, num_nodes, value_heads, dtype=FLOAT32), _tensor(2, num_nodes, value_heads, dtype=dtype)
-    state = _tensor(2, value_heads, key_dim, value_dim, dtype=FLOAT32)
-    return value, query, key, log_decay, beta, state, _tensor(2, num_nodes)
+    value = _tensor(rows, num_nodes, value_heads, value_dim, dtype=dtype)
+    query, key = (_tensor(rows, num_nodes, key_heads, key_dim, dtype=dtype) for _ in range(2))
+    log_decay, beta = (_tensor(rows, num_nodes, value_heads, dtype=x) for x in (FLOAT32, dtype))
+    state = _tensor(rows, value_heads, key_dim, value_dim, dtype=FLOAT32)
+    return value, query, key, log_decay, beta, state, _tensor(rows, num_nodes)
 
 
-def _snapshots(num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = BFLOAT16) -> Case:
-    nodes = _nodes(num_nodes, dims, dtype)
-    return ops.tree_snapshots, (*nodes, _tensor(2, 0, *nodes[5].shape[1:], dtype=FLOAT32), dims[0] ** -0.5, True)
+def _snapshots(rows: int, num_nodes: int, dims: tuple[int, int], dtype: torch.dtype = BFLOAT16) -> Case:
+    nodes = _nodes(rows, num_nodes, dims, dtype)
+    return ops.tree_snapshots, (*nodes, _tensor(rows, 0, *nodes[5].shape[1:], dtype=FLOAT32), dims[0] ** -0.5, True)
 
 
 # The first case of a function is also compiled by Inductor.
@@ -66,10 +66,16 @@ CASES = {
     "commit of keys and values, 16 nodes": _kv_commit(16, 256),
     "commit of keys and values, 64 nodes": _kv_commit(64, 256),
     "commit of keys and values, 128 nodes": _kv_commit(128, 256),
-    "snapshots, 64 x 64": _snapshots(16, (64, 64)),
-    "snapshots, 128 x 128": _snapshots(16, (128, 128)),
-    "snapshots, 128 x 128, 64 nodes": _snapshots(64, (128, 128)),
-    "snapshots, 128 x 128, float32": _snapshots(16, (128, 128), FLOAT32),
-    "snapshots, 96 x 192": _snapshots(16, (96, 192)),
-    "snapshots, 256 x 256": _snapshots(16, (256, 256)),
+    "snapshots, 64 x 64": _snapshots(2, 16, (64, 64)),
+    "snapshots, 64 x 64, many rows": _snapshots(32, 16, (64, 64)),
+    "snapshots, 128 x 128": _snapshots(2, 16, (128, 128)),
+    "snapshots, 128 x 128, many rows": _snapshots(32, 16, (128, 128)),
+    "snapshots, 128 x 128, 64 nodes": _snapshots(2, 64, (128, 128)),
+    "snapshots, 128 x 128, many rows, 64 nodes": _snapshots(32, 64, (128, 128)),
+    "snapshots, 128 x 128, float32": _snapshots(2, 16, (128, 128), FLOAT32),
+    "snapshots, 128 x 128, many rows, float32": _snapshots(32, 16, (128, 128), FLOAT32),
+    "snapshots, 96 x 192": _snapshots(2, 16, (96, 192)),
+    "snapshots, 96 x 192, many rows": _snapshots(32, 16, (96, 192)),
+    "snapshots, 256 x 256": _snapshots(2, 16, (256, 256)),
+    "snapshots, 256 x 256, many rows": _snapshots(32, 16, (256, 256)),
 }
