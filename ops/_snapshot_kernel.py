@@ -115,6 +115,8 @@ def tree_snapshots_kernel(
         rank = tl.where(index == node, -1, tl.where(tree == node + num_earlier, step + 1, rank))
         best = tl.max(tl.where(rank >= 0, rank * NODES + NODES - 1 - index, -1), 0)
         following = tl.where(best >= 0, NODES - 1 - best % NODES, node)
+        num_children = tl.sum((tree == node + num_earlier).to(tl.int32), 0)
+        num_grandchildren = tl.sum((above == node + num_earlier).to(tl.int32), 0)
         following_parent = tl.load(parents + following).to(tl.int32)
         next_k = tl.load(key + following * key_node + channel, mask=in_channel, other=0.0)
         next_q = tl.load(query + following * query_node + channel, mask=in_channel, other=0.0)
@@ -130,14 +132,13 @@ def tree_snapshots_kernel(
             k_factor = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
             q_factor = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
         decay = tl.exp(gate.to(tl.float32))
-        from_key = tl.sum(state * k[:, None], 0)
+        # In this order, and with the counts above it, no compiler runs out of registers.
         from_query = tl.sum(state * q[:, None], 0)
+        from_key = tl.sum(state * k[:, None], 0)
         written = strength.to(tl.float32) * (v_raw.to(tl.float32) - decay * k_factor * from_key) * k_factor
         after = (decay * state + k[:, None] * written[None, :]).to(states.dtype.element_ty)
         read = q_factor * (decay * from_query + tl.sum(k * q, 0) * written)
         tl.store(output + node * (VALUE_HEADS * VALUE_DIM) + column, read.to(output.dtype.element_ty), mask=in_column)
-        num_children = tl.sum((tree == node + num_earlier).to(tl.int32), 0)
-        num_grandchildren = tl.sum((above == node + num_earlier).to(tl.int32), 0)
         if (num_children > 1) & (num_grandchildren > 0):
             tl.store(states + node * node_stride + tile, after, mask=in_tile)
         else:

@@ -108,7 +108,7 @@ def snapshot_launch(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "QK_L2NORM": qk_l2norm,
-        "NODES": power_of_two(num_nodes, 32),  # fewer than the threads of a warp take more registers, not fewer
+        "NODES": power_of_two(num_nodes, 32),  # shorter vectors than a warp take more registers
         "KEYS": power_of_two(key_dim),
         **config,
     }
