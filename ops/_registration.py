@@ -28,9 +28,8 @@ def tree_op(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callabl
         if importlib.util.find_spec("triton") is None:
             logger.setLevel(logging.ERROR)
         try:
-            return cast(
-                "CustomOpDef", triton_op(f"treewy::{name}", _on_device_of_first(body), mutates_args=mutates_args)
-            )
+            operator = triton_op(f"treewy::{name}", _on_device_of_first(body), mutates_args=mutates_args)
+            return cast("CustomOpDef", operator)
         finally:
             logger.setLevel(level)
 
@@ -46,7 +45,7 @@ def _on_device_of_first(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def run(first: Tensor, *rest: Any) -> Any:
-        if first.device.type != "cuda" or not torch.cuda.is_initialized():
+        if first.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return body(first, *rest)
         with torch.cuda.device(first.device):
             return body(first, *rest)
