@@ -2,9 +2,8 @@
 
 Read `_solve.py` first: it holds the derivation. `_commit.py` folds the accepted path into the state, `_conv.py` and
 `_attention.py` do the same tree for the other two stores of a hybrid layer, `_conv_commit.py` and `_kv_commit.py`
-advance these, and `_tree.py` turns parents into masks. `_verify.py` joins solve and commit into a round that
-writes the state seldom. `_snapshots.py` is what they replace, a state a node, kept to
-compare with.
+advance these, and `_tree.py` turns parents into masks. `_verify.py` joins solve and commit into a round that writes the
+state seldom. `_snapshots.py` is what they replace, a state a node, kept to compare with.
 Every operator is registered under `torch.ops.treewy`; the functions exported here check shapes and then call it.
 The operators are for inference: none has an autograd formula, so calling backward through one raises.
 """

@@ -63,10 +63,8 @@ def _tree_wy_commit(
 ) -> Tensor:
     if not kernels_apply(committed_state, pseudo_value, key):
         return _reference(committed_state, pseudo_value, key, log_decay, path_mask(parents, accepted_node)).contiguous()
-    state, result = (
-        committed_state.contiguous(),
-        torch.empty_like(committed_state, memory_format=torch.contiguous_format),
-    )
+    state = committed_state.contiguous()
+    result = torch.empty_like(state)
     written = rows_contiguous(pseudo_value, key, log_decay, parents)
     grid, options = commit_options(state, pseudo_value, key)
     wrap_triton(tree_commit_kernel)[grid](

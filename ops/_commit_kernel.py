@@ -1,4 +1,7 @@
-"""Kernels that advance states by known rows: the commit of an accepted path, and that of a ring which may take it in."""
+"""Kernels that advance states by known rows: the commit of an accepted path, and that of a ring that may take it in."""
+
+# mypy: ignore-errors
+# The language of kernels has no types.
 
 import triton
 import triton.language as tl
@@ -78,7 +81,7 @@ def tree_defer_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, HEADS: tl.constexpr,
     COLUMNS: tl.constexpr, RING: tl.constexpr, HAS_SLOTS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Append an accepted path to the ring of its row; where it does not fit, fold the ring and the path into the state.
+    """Append an accepted path to the ring of its row; where it does not fit, fold ring and path into the state.
 
     Most calls append, which is little work: a program takes several heads, so that there are few programs.
     """

@@ -9,8 +9,12 @@ Keys. Normalised keys would be float32. Scaling a key by a power of two is exact
 power of two below 1 / norm, and the factor that is left, in [1, 2), meets the results. No product can overflow then,
 whatever the norm.
 
-Blocks. Nodes go in blocks of 16, the smallest tile of a tensor core. Blocks before a node's own act on it as known rows.
+Blocks. Nodes go in blocks of 16, the smallest tile of a tensor core. Blocks before a node's own act on it as known
+rows.
 """
+
+# mypy: ignore-errors
+# The language of kernels has no types.
 
 import triton
 import triton.language as tl

@@ -36,8 +36,8 @@ def check_kernel_limits(argument: str, num_nodes: int, key_dim: int, value_dim: 
     """Raise where the kernels cannot go."""
     if num_nodes > LARGEST_TREE:
         raise ValueError(
-            f"{argument} has {num_nodes} nodes, the kernels take up to {LARGEST_TREE}; split the tree, handing its first "
-            "nodes to the second call as a prefix"
+            f"{argument} has {num_nodes} nodes, the kernels take up to {LARGEST_TREE}; split the tree, handing its "
+            "first nodes to the second call as a prefix"
         )
     if max(key_dim, value_dim) > 256:
         raise ValueError(f"{argument} has head dimensions {key_dim} and {value_dim}, the kernels take up to 256")
@@ -50,7 +50,7 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def row_strided(tensor: Tensor) -> Tensor:
     """Return a tensor [B, N, H, D] whose rows are dense and evenly spaced, such as a slice of a wider projection."""
-    batch, num_nodes, _, width = tensor.shape
+    _, num_nodes, _, width = tensor.shape
     dense = tensor.stride(3) == 1 and tensor.stride(2) == width
     return tensor if dense and tensor.stride(0) == num_nodes * tensor.stride(1) else tensor.contiguous()
 
@@ -73,9 +73,9 @@ def prefix_chunks(length: int) -> int:
     return chunks
 
 
-def power_of_two(size: int) -> int:
-    """Round up to a power of two, at least 16."""
-    power = _BLOCK
+def power_of_two(size: int, least: int = _BLOCK) -> int:
+    """Round up to a power of two, at least `least`."""
+    power = least
     while power < size:
         power *= 2
     return power

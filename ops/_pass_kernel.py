@@ -3,6 +3,9 @@
 See `_solve_kernel.py` for the tables, and for the same in one launch.
 """
 
+# mypy: ignore-errors
+# The language of kernels has no types.
+
 import triton
 import triton.language as tl
 

@@ -68,7 +68,6 @@ def tree_snapshots_kernel(
     NODES: tl.constexpr,  # powers of two, at least num_nodes and KEY_DIM
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STREAM: tl.constexpr,  # the states to stream past the cache: "all", "none", or those that will not be "reread"
 ):
     TILES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     row = (tl.program_id(0) // (TILES * VALUE_HEADS)).to(tl.int64)
@@ -116,6 +115,8 @@ def tree_snapshots_kernel(
         rank = tl.where(index == node, -1, tl.where(tree == node + num_earlier, step + 1, rank))
         best = tl.max(tl.where(rank >= 0, rank * NODES + NODES - 1 - index, -1), 0)
         following = tl.where(best >= 0, NODES - 1 - best % NODES, node)
+        num_children = tl.sum((tree == node + num_earlier).to(tl.int32), 0)
+        num_grandchildren = tl.sum((above == node + num_earlier).to(tl.int32), 0)
         following_parent = tl.load(parents + following).to(tl.int32)
         next_k = tl.load(key + following * key_node + channel, mask=in_channel, other=0.0)
         next_q = tl.load(query + following * query_node + channel, mask=in_channel, other=0.0)
@@ -131,17 +132,14 @@ def tree_snapshots_kernel(
             k_factor = 1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
             q_factor = scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
         decay = tl.exp(gate.to(tl.float32))
-        from_key = tl.sum(state * k[:, None], 0)
+        # In this order, and with the counts above it, no compiler runs out of registers.
         from_query = tl.sum(state * q[:, None], 0)
+        from_key = tl.sum(state * k[:, None], 0)
         written = strength.to(tl.float32) * (v_raw.to(tl.float32) - decay * k_factor * from_key) * k_factor
-        read = q_factor * (decay * from_query + tl.sum(k * q, 0) * written)
         after = (decay * state + k[:, None] * written[None, :]).to(states.dtype.element_ty)
+        read = q_factor * (decay * from_query + tl.sum(k * q, 0) * written)
         tl.store(output + node * (VALUE_HEADS * VALUE_DIM) + column, read.to(output.dtype.element_ty), mask=in_column)
-        rereads = STREAM == "none"
-        if STREAM == "reread":
-            num_children = tl.sum((tree == node + num_earlier).to(tl.int32), 0)
-            rereads = (num_children > 1) & (tl.max((above == node + num_earlier).to(tl.int32), 0) > 0)
-        if rereads:
+        if (num_children > 1) & (num_grandchildren > 0):
             tl.store(states + node * node_stride + tile, after, mask=in_tile)
         else:
             tl.store(states + node * node_stride + tile, after, mask=in_tile, eviction_policy="evict_first")
@@ -149,15 +147,13 @@ def tree_snapshots_kernel(
         if following_parent == node + num_earlier:
             state = after.to(tl.float32)
         elif following_parent != parent:
-            if following_parent < 0:
-                state = tl.load(committed_state + tile, mask=in_tile, other=0.0).to(tl.float32)
-            elif following_parent < num_earlier:
-                before = earlier_states + following_parent * node_stride
-                state = tl.load(before + tile, mask=in_tile, other=0.0).to(tl.float32)
-            else:
+            before = committed_state
+            if following_parent >= num_earlier:
                 tl.debug_barrier()
                 before = states + (following_parent - num_earlier) * node_stride
-                state = tl.load(before + tile, mask=in_tile, other=0.0).to(tl.float32)
+            elif following_parent >= 0:
+                before = earlier_states + following_parent * node_stride
+            state = tl.load(before + tile, mask=in_tile, other=0.0).to(tl.float32)
         node = following
         parent = following_parent
         k_raw = next_k

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
+from treewy.ops._launch import kernels_apply, power_of_two, rows_contiguous, tile_columns, tiles
 from treewy.ops._registration import tree_op
 from treewy.ops._tree import PADDING
 from treewy.ops._validation import (
@@ -69,14 +70,14 @@ def _reference(
     return torch.stack(outputs, dim=1), states[:, num_earlier:].clone() if num_earlier else states
 
 
-def snapshot_config(key_dim: int, value_dim: int) -> dict[str, Any]:
-    """Choose the columns of a tile and the launch options of the kernel.
+def snapshot_config(states: int, key_dim: int, value_dim: int) -> dict[str, Any]:
+    """Choose the columns of a tile and the warps for it, by the states that are committed: value heads of all rows.
 
-    One warp a program, so that the sums over K stay within a warp. It holds the state before and after a node: 2048
-    elements take 64 registers a thread each, which leaves room for the rest and for eleven programs a multiprocessor.
+    A warp holds 2048 elements of the state before and after a node, 64 registers a thread each. Few states are best cut
+    into tiles of one warp, whose sums over K need no other; of many, wider tiles make longer stores.
     """
-    keys = _power_of_two(key_dim)
-    return {"COLUMNS": max(4, min(_power_of_two(value_dim), 2048 // keys)), "num_warps": 1, "STREAM": "reread"}
+    columns = tile_columns(key_dim, value_dim, 2048 if states < 512 else 8192)
+    return {"COLUMNS": columns, "num_warps": max(1, power_of_two(key_dim) * columns // 2048)}
 
 
 def snapshot_launch(
@@ -96,7 +97,7 @@ def snapshot_launch(
     batch, num_nodes, value_heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
     value, query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (value, query, key))
-    committed_state, parents, earlier_states = (x.contiguous() for x in (committed_state, parents, earlier_states))
+    committed_state, parents, earlier_states = rows_contiguous(committed_state, parents, earlier_states)
     output = value.new_empty(batch, num_nodes, value_heads, value_dim)
     states = committed_state.new_empty(batch, num_nodes, value_heads, key_dim, value_dim)
     strides = (*value.stride()[:3], *query.stride()[:3], *key.stride()[:3], *log_decay.stride(), *beta.stride())
@@ -107,20 +108,12 @@ def snapshot_launch(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "QK_L2NORM": qk_l2norm,
-        "NODES": _power_of_two(num_nodes),
-        "KEYS": _power_of_two(key_dim),
+        "NODES": power_of_two(num_nodes, 32),  # shorter vectors than a warp take more registers
+        "KEYS": power_of_two(key_dim),
         **config,
     }
-    grid = (batch * value_heads * ((value_dim + config["COLUMNS"] - 1) // config["COLUMNS"]),)
+    grid = (batch * value_heads * tiles(value_dim, config["COLUMNS"]),)
     return grid, (*tensors, *strides, num_nodes, earlier_states.shape[1], scale), options, (output, states)
-
-
-def _power_of_two(size: int) -> int:
-    """Round up by comparisons alone: with a symbolic size each is one guard on a range."""
-    power = 1
-    while power < size:
-        power *= 2
-    return power
 
 
 @tree_op("tree_snapshots")
@@ -137,9 +130,9 @@ def _tree_snapshots(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     inputs = (value, query, key, log_decay, beta, committed_state, parents, earlier_states, scale, qk_l2norm)
-    if value.device.type != "cuda" or torch.float64 in (value.dtype, committed_state.dtype):
+    if not kernels_apply(value, committed_state):
         return _reference(*inputs)
-    config = snapshot_config(key.shape[3], value.shape[3])
+    config = snapshot_config(value.shape[0] * value.shape[2], key.shape[3], value.shape[3])
     grid, arguments, options, results = snapshot_launch(*inputs, config)
     wrap_triton(tree_snapshots_kernel)[grid](*arguments, **options)
     return results

@@ -183,17 +183,8 @@ def _tree_wy_solve(
         grid, options = solve_options(value, key_dim)
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state, parents, parents, known_value, known_key, known_decay, mask),
-            *(
-                pseudo_value,
-                key,
-                pseudo_value,
-                parents,
-                key,
-                pseudo_value,
-                parents,
-                parents,
-                parents,
-            ),  # there is no ring
+            # There is no ring.
+            *(pseudo_value, key, pseudo_value, parents, key, pseudo_value, parents, parents, parents),
             *(output, pseudo_value, key_as_used, path_log_decay),
             *(num_nodes, prefix_length, num_nodes, num_nodes, scale, value.stride(1), *strides, 0),
             RING=16,
@@ -272,9 +263,9 @@ def tree_wy_solve(
         u_i + b_i sum_{j in anc(i)} exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) S0^T k_i)
         o_i = scale [exp(G_i) S0^T q_i + sum_{j in anc(i) + i} exp(G_i - G_j) (q_i . k_j) u_j]
 
-    Computes in the wider of float32 and the dtype of `value`. Value head h uses key head h // (HV / HK). On CUDA, Triton
-    kernels take bfloat16 and float16, up to 128 nodes and head dimensions up to 256; their products keep 16 bits. Other
-    dtypes go the way of the CPU.
+    Computes in the wider of float32 and the dtype of `value`. Value head h uses key head h // (HV / HK). On CUDA,
+    Triton kernels take bfloat16 and float16, up to 128 nodes and head dimensions up to 256; their products keep 16
+    bits. Other dtypes go the way of the CPU.
 
     Args:
         value: `[B, N, HV, V]`, floating.

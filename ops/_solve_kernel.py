@@ -2,7 +2,7 @@
 
 For a block of 16 nodes with keys k_i, queries q_i and paths that start at state S0 (see `_solve.py` for the equations):
 
-    r_i = v_i - exp(G_i) S0^T k_i - sum_j C_ij u_j      u = T b r      o_i = exp(G_i) S0^T q_i + sum_j Q_ij u_j + (M r)_i
+    r_i = v_i - exp(G_i) S0^T k_i - sum_j C_ij u_j     u = T b r     o_i = exp(G_i) S0^T q_i + sum_j Q_ij u_j + (M r)_i
 
 where j runs over known rows only: those of a prefix or ring and of earlier blocks, with coefficients C and Q. What
 remains is a triangular system of 16 nodes with the inverse T; M = P T b carries its pseudo-values straight into the
@@ -14,6 +14,9 @@ programs each tile of columns would make them again, so `tree_tables_kernel` wri
 Everything that is read from memory is asked for before the first use of any of it: a program lives about as long as a
 few of its loads take.
 """
+
+# mypy: ignore-errors
+# The language of kernels has no types.
 
 import triton
 import triton.language as tl
@@ -86,7 +89,7 @@ def block_before(
 ):  # fmt: skip
     """Return C and Q of an earlier block of nodes, transposed."""
     nodes = tl.arange(0, BLOCK) + before * BLOCK
-    rows_low, _, rows_decay, _ = walk_to_roots(parents, log_decay, nodes, 0, N, HV, NODES)
+    _, _, rows_decay, _ = walk_to_roots(parents, log_decay, nodes, 0, N, HV, NODES)
     behind = (path_decay[None, :] - rows_decay[:, None]).to(tl.float32)
     marked = has_bit(low, high, nodes, NODES)
     rows = load_rows(key, key_stride, nodes, nodes < N, K, KP)

@@ -266,7 +266,8 @@ def tree_wy_verify_(
     the path as a chain.
 
     Args:
-        state_pool: `[S, HV, K, V]`, floating; written in place where a row folds. Pass the whole pool, not a view of it.
+        state_pool: `[S, HV, K, V]`, floating; written in place where a row folds. Pass the whole pool, not a
+            view of it.
         slots: `[B]`, integer: the slot of each row; distinct, or -1 for a row without a state, which is taken as 0. Or
             `[0]`: slot b is row b's, which saves a look at memory before each state.
         ring_pseudo_value: `[B, R, HV, V]`, floating; written in place. R may be 0, and is at most 16 on CUDA.
@@ -344,8 +345,8 @@ def tree_wy_verify_(
     check_shape("node_pseudo_value", node_pseudo_value, "B, M, HV, V", batch, scratch, value_heads, value_dim)
     if scratch < max(num_nodes, last):
         raise ValueError(
-            f"node_pseudo_value has {scratch} rows, expected at least {max(num_nodes, last)}: the nodes of this tree and "
-            "of the last"
+            f"node_pseudo_value has {scratch} rows, expected at least {max(num_nodes, last)}: the nodes of this tree "
+            "and of the last"
         )
     check_shape("query", query, "B, N, HK, K", batch, num_nodes, key_heads, key_dim)
     check_shape("key", key, "B, N, HK, K", batch, num_nodes, key_heads, key_dim)

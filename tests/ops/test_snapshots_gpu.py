@@ -75,6 +75,19 @@ def test_equals_the_recurrence_on_sizes(size: tuple[int, int], dtype: torch.dtyp
     assert_close_to_oracle(snapshot_inputs(case, num_earlier=2).to(dtype, torch.float32))
 
 
+@pytest.mark.parametrize("size", [(64, 64), (96, 192), (128, 128), (256, 256)], ids=str)
+def test_rows_among_many_are_as_exact_as_alone(size: tuple[int, int]) -> None:
+    """Wider tiles: not the bits of a row alone."""
+    trees = (widths(2, 2, 1), random_tree(11, 6))
+    case = OpCase(trees, key_dim=size[0], value_dim=size[1], key_heads=8, value_heads=16)
+    few = snapshot_inputs(case, num_earlier=2).to(torch.bfloat16, torch.float32)
+    many = SnapshotInputs(*(x.repeat(16, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) else x for x in few))
+    for alone, among in zip(launch(few), launch(many), strict=True):
+        assert torch.equal(among, among[:2].repeat(16, *[1] * (among.ndim - 1)))
+        rounding = BFLOAT16_PAIR if alone.dtype == torch.bfloat16 else 0.0
+        assert relative_error(among[:2], alone) <= FLOAT32 + rounding
+
+
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
 def test_equals_the_recurrence_on_head_ratios(ratio: int) -> None:
     case = OpCase((widths(2, 2),), key_heads=3, value_heads=3 * ratio, key_dim=64, value_dim=64)
