@@ -138,7 +138,9 @@ def tree_defer_kernel(
                 gate += tl.load(last_log_decay + node * HV + head, mask=on_path, other=0.0).to(tl.float32)
                 key_place = key_head * K + k[:, None]
                 in_keys = (k < K)[:, None]
-                keys = tl.load(ring_key + rows[None, :] * (HK * K) + key_place, mask=in_ring[None, :] & in_keys, other=0.0)
+                keys = tl.load(
+                    ring_key + rows[None, :] * (HK * K) + key_place, mask=in_ring[None, :] & in_keys, other=0.0
+                )
                 keys += tl.load(
                     last_key + node[None, :] * last_key_stride + key_place, mask=on_path[None, :] & in_keys, other=0.0
                 )

@@ -253,7 +253,9 @@ def tree_pass_kernel(
             solution, solution_low = split(tl.load(own + (CHUNKS + block) * 2 * TABLE), FLOAT32)
             mix, mix_low = split(tl.load(own + ((CHUNKS + block) * 2 + 1) * TABLE), FLOAT32)
             # The diagonal is the greatest part, and precise.
-            solved = dot_halves(solution, solution_low, left_high, left_low, left * strength, False, False) * kept_factor
+            solved = (
+                dot_halves(solution, solution_low, left_high, left_low, left * strength, False, False) * kept_factor
+            )
             result = dot_halves(mix, mix_low, left_high, left_low, result, False, False) * queries_factor + read
             result = tl.where(present & (queries_factor != 0.0), result, 0.0)
             solved_before = solved_before + split(solved, FLOAT32)

@@ -202,7 +202,18 @@ def _tree_wy_solve(
     row_factors = pseudo_value.new_empty(batch, key_heads, blocks, 4, 16)
     wrap_triton(tree_tables_kernel)[(blocks, value_heads + key_heads, batch)](
         *(query, key, log_decay, beta, parents, known_key, known_decay, mask, parents),
-        *(scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay, num_nodes, prefix_length, scale, *strides),
+        *(
+            scaled_rows,
+            row_factors,
+            tables,
+            factors,
+            key_as_used,
+            path_log_decay,
+            num_nodes,
+            prefix_length,
+            scale,
+            *strides,
+        ),
         num_warps=1,
         **shared,
         **precision,

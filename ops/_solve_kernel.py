@@ -347,7 +347,16 @@ def tree_solve_kernel(
                         place = ring_key + rows[:, None] * (HK * K) + k[None, :]
                         tl.store(place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
                 for_keys, for_queries, path_decay = ring_chunk(
-                    keys, keys_factor, queries, present, path_decay, known_keys, gate, in_ring | on_path, KEYS_EXACT, FLOAT32
+                    keys,
+                    keys_factor,
+                    queries,
+                    present,
+                    path_decay,
+                    known_keys,
+                    gate,
+                    in_ring | on_path,
+                    KEYS_EXACT,
+                    FLOAT32,
                 )
                 for_keys = tl.trans(for_keys)
                 for_queries = tl.trans(for_queries)
@@ -377,7 +386,11 @@ def tree_solve_kernel(
         zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
         read_by_keys = dot_split(scaled_keys, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
         read_by_queries = dot_split(scaled_queries, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
-        left = values - known_to_keys - tl.where((keys_rest > 0.0)[:, None], read_by_keys * (decay * keys_rest)[:, None], 0.0)
+        left = (
+            values
+            - known_to_keys
+            - tl.where((keys_rest > 0.0)[:, None], read_by_keys * (decay * keys_rest)[:, None], 0.0)
+        )
         left = tl.where(present[:, None], left, 0.0)  # inputs and state of padding may be anything
         # The diagonal is the greatest part, and precise.
         solved = dot_split(solution, left, left * strength[:, None], False, False, FLOAT32)

@@ -200,7 +200,18 @@ def _tree_wy_verify_(
     )
     num_tiles, options = pass_options(value, key_dim, 0)
     wrap_triton(tree_pass_kernel)[programs(num_tiles)](
-        *(value, state_pool, slots, ring_pseudo_value, scaled_rows, row_factors, tables, factors, output, node_pseudo_value),
+        *(
+            value,
+            state_pool,
+            slots,
+            ring_pseudo_value,
+            scaled_rows,
+            row_factors,
+            tables,
+            factors,
+            output,
+            node_pseudo_value,
+        ),
         *(num_nodes, size, scratch, num_tiles, value.stride(1)),
         HAS_SLOTS=has_slots,
         **shared,
@@ -335,7 +346,9 @@ def tree_wy_verify_(
     if slots.shape[0] != 0:
         check_shape("slots", slots, "B or 0", batch)
     elif state_pool.shape[0] != batch:
-        raise ValueError(f"state_pool has {state_pool.shape[0]} slots, expected {batch}, one a row, when slots is empty")
+        raise ValueError(
+            f"state_pool has {state_pool.shape[0]} slots, expected {batch}, one a row, when slots is empty"
+        )
     check_index("slots", slots)
     check_shape("ring_pseudo_value", ring_pseudo_value, "B, R, HV, V", batch, size, value_heads, value_dim)
     check_shape("ring_key", ring_key, "B, R, HK, K", batch, size, key_heads, key_dim)
