@@ -121,6 +121,17 @@ def drawn(settings: Rounds) -> Iterator[Round]:
         )
 
 
+def padded(tree: Round, num_nodes: int) -> Round:
+    """Return the trees with padding behind them, which holds NaN."""
+    missing = num_nodes - tree.parents.shape[1]
+
+    def pad(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_full((len(x), missing, *x.shape[2:]), torch.nan)], dim=1)
+
+    parents = torch.nn.functional.pad(tree.parents, (0, missing), value=PADDING)
+    return Round(*(pad(x) for x in tree[:5]), parents, tree.accepted)
+
+
 class Exact(NamedTuple):
     """What a round gives in float64: the state is that after the accepted node."""
 
@@ -251,9 +262,7 @@ def engine_after(settings: Rounds, run: Callable[..., Any] = call) -> tuple[Engi
     return engine, rounds[-1]
 
 
-def play(
-    settings: Rounds, exact: Callable[[Rounds, Tensor, Round], Exact], run: Callable[..., Any] = call
-) -> Errors:
+def play(settings: Rounds, exact: Callable[[Rounds, Tensor, Round], Exact], run: Callable[..., Any] = call) -> Errors:
     """Play the rounds and return the errors; what is not a number but a fact is asserted."""
     engine = Engine(settings, run)
     slots, before = engine.slots, engine.pool.clone()
