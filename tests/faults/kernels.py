@@ -97,7 +97,7 @@ KERNELS = [
         "ops/_solve_kernel.py",
         "if num_rows > RING:",
         "if num_rows >= RING:",
-        (_VERIFY + "[ring of 5]",),
+        (_VERIFY + "[chains that just fit]",),
     ),
     Fault(
         "a ring that was folded stays known",

@@ -29,6 +29,7 @@ SHAPES = {
     "no ring": Rounds(ring=0, seed=2),
     "chains": Rounds(chains=True, seed=3),
     "chains longer than the ring": Rounds(ring=3, nodes=11, chains=True, accept_last=True, number=4, seed=4),
+    "chains that just fit": Rounds(ring=4, nodes=2, chains=True, accept_last=True, number=5, batch=2),
     "17 rows": Rounds(batch=17, ring=4, nodes=5, number=4, seed=5, without_slot=True, key_dim=6, value_dim=7),
     "ratio of 3, raw keys": Rounds(key_heads=1, value_heads=3, qk_l2norm=False, seed=6),
 }
@@ -176,15 +177,17 @@ def test_what_the_kernels_cannot_take_is_refused_and_nothing_is_written(case: Ro
     assert all(same(a, b) for a, b in zip(values, before, strict=True) if isinstance(a, Tensor))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_shapes_of_these_tests_fill_rings_and_overfill_them(shape: str) -> None:
+def test_the_shapes_of_these_tests_fill_rings_and_overfill_them() -> None:
     """Otherwise these tests would show little."""
-    case, appends, folds = SHAPES[shape], 0, 0
-    known = torch.zeros(case.batch, dtype=torch.int64)
-    for tree in rounds.drawn(case):
-        length = ops.path_to_node(tree.parents, tree.accepted)[1]
-        fits = known + length <= case.ring
-        appends, folds = appends + int((fits & (length > 0)).sum()), folds + int((~fits).sum())
-        known = torch.where(fits, known + length, 0)
-    assert folds > 0
-    assert appends > 0 or case.ring == 0
+    appends = just_fit = 0
+    for shape, case in SHAPES.items():
+        folds, known = 0, torch.zeros(case.batch, dtype=torch.int64)
+        for tree in rounds.drawn(case):
+            length = ops.path_to_node(tree.parents, tree.accepted)[1]
+            total = known + length
+            folds += int((total > case.ring).sum())
+            appends += int(((total <= case.ring) & (length > 0)).sum())
+            just_fit += int(((total == case.ring) & (length > 0)).sum())
+            known = torch.where(total > case.ring, 0, total)
+        assert folds > 0, shape
+    assert appends > just_fit > 0
