@@ -369,6 +369,7 @@ def tree_wy_verify_(
     check_index("parents", parents)
     check_shape("last_key", last_key, "B, L, HK, K", batch, last, key_heads, key_dim)
     check_log_decay("last_log_decay", last_log_decay, "B, L, HV", batch, last, value_heads)
+    check_shape("path", path, "B, L", batch, last)
     check_index("path", path)
     check_shape("path_length", path_length, "B", batch)
     check_index("path_length", path_length)

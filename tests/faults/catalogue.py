@@ -2,8 +2,9 @@
 
 from faults.decoding import DECODING
 from faults.drafting import DRAFTING
+from faults.kernels import KERNELS
 from faults.operators import OPERATORS
 from faults.policies import POLICIES
 from faults.stores import STORES
 
-FAULTS = [*OPERATORS, *STORES, *POLICIES, *DRAFTING, *DECODING]
+FAULTS = [*OPERATORS, *KERNELS, *STORES, *POLICIES, *DRAFTING, *DECODING]

@@ -17,7 +17,7 @@ from snapshots import snapshot_inputs
 from tolerances import FLOAT32, relative_error
 from treewy import ops
 from treewy.ops import PADDING
-from treewy.testing import OpCase
+from treewy.testing import OpCase, SolveInputs
 
 TREES = OpCase((widths(2, 2), (*chain(5), PADDING, 4), widths(6)))
 WITH_PREFIX = OpCase(
@@ -29,6 +29,7 @@ NAMES = (
     "tree_wy_solve",
     "tree_wy_commit",
     "tree_wy_commit_",
+    "tree_wy_verify_",
     "tree_conv",
     "tree_conv_commit_",
     "tree_attention",
@@ -52,6 +53,8 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
     if name == "tree_wy_commit_":
         pool = torch.cat([solve.committed_state, solve.committed_state])
         return (pool, torch.arange(batch) * 2, *written)
+    if name == "tree_wy_verify_":
+        return verify_arguments(solve)
     if name == "tree_conv":
         return tuple(case.conv_inputs(dtype))
     conv = case.conv_inputs(dtype)
@@ -68,6 +71,28 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
     return tuple(case.attention_inputs(dtype))
 
 
+def verify_arguments(solve: SolveInputs) -> tuple[Any, ...]:
+    """The path that was accepted in the last tree, which is the tree itself, fits into the ring of the first row alone.
+
+    No argument is another one, and none has NaN in it, which is equal to nothing.
+    """
+    value, query, key, log_decay, beta, state, parents = solve[:7]
+    batch, num_nodes = parents.shape
+    size = 3
+
+    def ring(x: Tensor) -> Tensor:
+        return x[:, -1:].repeat(1, size, *[1] * (x.ndim - 2))
+
+    index = torch.arange(num_nodes).expand(batch, -1)
+    return (
+        *(torch.cat([state, state]), torch.arange(batch) * 2),
+        *(ring(value).to(state.dtype), ring(key), ring(log_decay), torch.arange(batch).clamp(max=1)),
+        *(value.to(torch.promote_types(value.dtype, torch.float32)), value, query, key, log_decay, beta, parents),
+        *(key.flip(1), log_decay.flip(1), index.clone(), (2 * torch.arange(batch) + 1).clamp(max=num_nodes)),
+        *(solve.scale, solve.qk_l2norm),
+    )
+
+
 def operator(name: str) -> Any:
     return getattr(torch.ops.treewy, name).default
 
@@ -76,6 +101,11 @@ def written(name: str, values: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The arguments that the operator writes."""
     arguments = operator(name)._schema.arguments
     return tuple(x for x, argument in zip(values, arguments, strict=True) if argument.is_write)
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """Results that may be none, one or several."""
+    return () if results is None else results if isinstance(results, tuple) else (results,)
 
 
 def as_views(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -135,7 +165,7 @@ def test_results_are_contiguous_as_the_fakes_say(name: str, layout: str) -> None
     with FakeTensorMode() as mode:
         fakes = operator(name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in values))
     results = operator(name)(*values)
-    for fake, real in zip(*(x if isinstance(x, tuple) else (x,) for x in (fakes, results)), strict=True):
+    for fake, real in zip(*(as_tuple(x) for x in (fakes, results)), strict=True):
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
         assert fake.is_contiguous()
         assert real.is_contiguous()
@@ -162,7 +192,7 @@ def test_views_give_the_same_numbers_as_contiguous_tensors(
     results = operator(name)(*plain), operator(name)(*views)
     if name in IN_PLACE:
         results = written(name, plain), written(name, views)
-    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in results), strict=True):
+    for a, b in zip(*(as_tuple(x) for x in results), strict=True):
         assert relative_error(b, a) <= FLOAT32
 
 
@@ -173,17 +203,18 @@ def test_compiles_to_one_graph_that_equals_eager(name: str) -> None:
     for case in (TREES, OpCase((widths(1, 5), chain(7), widths(2, 2)), seed=1)):
         values = arguments(name, case)
         expected, results = function(*values), compiled(*values)
-        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (expected, results)), strict=True):
+        for a, b in zip(*(as_tuple(x) for x in (expected, results)), strict=True):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_commit_in_place_writes_the_pool_itself_under_compile(name: str) -> None:
     values, expected = arguments(name), arguments(name)
-    getattr(ops, name)(*expected)
+    results = getattr(ops, name)(*expected)
     addresses = [pool.data_ptr() for pool in written(name, values)]
     compiled = torch.compile(getattr(ops, name), fullgraph=True, backend="aot_eager")
-    assert compiled(*values) is None
+    for a, b in zip(as_tuple(compiled(*values)), as_tuple(results), strict=True):
+        assert torch.equal(a, b)
     for pool, address, right, before in zip(
         written(name, values), addresses, written(name, expected), written(name, arguments(name)), strict=True
     ):
@@ -281,11 +312,17 @@ def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
             dynamic.append(None)
         elif name == "tree_wy_solve" and 7 <= position < 11:
             dynamic.append({**columns, 2: prefix} if position == 10 else {0: batch, 1: prefix})
+        elif name == "tree_wy_verify_" and 2 <= position <= 4:
+            dynamic.append({0: batch})
+        elif name == "tree_wy_verify_" and position == 6:
+            dynamic.append({0: batch, 1: torch.export.Dim("scratch")})
+        elif name == "tree_wy_verify_" and 13 <= position <= 15:
+            dynamic.append({0: batch, 1: torch.export.Dim("last")})
         elif name == "tree_snapshots" and position == 7:
             dynamic.append({0: batch, 1: torch.export.Dim("earlier")})
         elif name == "tree_conv" and position in (2, 3):
             dynamic.append({})
-        elif name == "tree_wy_commit_" and position == 0:
+        elif name in ("tree_wy_commit_", "tree_wy_verify_") and position == 0:
             dynamic.append({0: torch.export.Dim("slots")})
         elif name in STACKED and position in STACKED[name]:
             dynamic.append({1: torch.export.Dim("slots")})
@@ -300,7 +337,7 @@ def test_exports_with_any_number_of_rows_and_nodes(name: str) -> None:
     assert operator(name) in targets
     expected, results = getattr(ops, name)(*clone(other)), exported.module()(*clone(other))
     if expected is not None:
-        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (expected, results)), strict=True):
+        for a, b in zip(*(as_tuple(x) for x in (expected, results)), strict=True):
             assert torch.equal(a, b)
 
 

@@ -28,6 +28,22 @@ CALLS: dict[str, dict[str, Any]] = {
     "tree_wy_solve": SOLVE,
     "tree_wy_commit": {"committed_state": SOLVE["committed_state"], **WRITTEN},
     "tree_wy_commit_": {"state_pool": SOLVE["committed_state"], "slots": torch.tensor([0, 1, 2]), **WRITTEN},
+    "tree_wy_verify_": {
+        "state_pool": SOLVE["committed_state"].clone(),
+        "slots": torch.tensor([0, 1, 2]),
+        "ring_pseudo_value": SOLVE["value"][:, :4].clone(),
+        "ring_key": SOLVE["key"][:, :4].clone(),
+        "ring_log_decay": SOLVE["log_decay"][:, :4].clone(),
+        "num_known": torch.tensor([0, 1, 4]),
+        "node_pseudo_value": torch.cat([SOLVE["value"]] * 2, dim=1),
+        **{name: SOLVE[name] for name in ("value", "query", "key", "log_decay", "beta", "parents")},
+        "last_key": SOLVE["key"][:, :5],
+        "last_log_decay": SOLVE["log_decay"][:, :5],
+        "path": torch.tensor([[0, 1, 3, -1, -1]] * 3),
+        "path_length": torch.tensor([3, 0, 2]),
+        "scale": SOLVE["scale"],
+        "qk_l2norm": SOLVE["qk_l2norm"],
+    },
     "tree_conv": CONV,
     "tree_conv_commit_": {
         "window_pool": CONV["window"][None],
@@ -67,6 +83,8 @@ def free_dimensions(call: str, name: str) -> set[int]:
     """The dimensions that may have any size, or any multiple: slots, columns, taps, query heads."""
     free = {
         ("tree_wy_commit_", "state_pool"): {0},
+        ("tree_wy_verify_", "state_pool"): {0},
+        ("tree_wy_verify_", "node_pseudo_value"): {1},
         ("tree_conv", "window"): {2},
         ("tree_conv", "weight"): {1},
         ("tree_conv_commit_", "window_pool"): {1, 3},
@@ -111,6 +129,7 @@ def test_the_prefix_mask_is_a_mask() -> None:
     [
         ("tree_wy_solve", "value"),
         ("tree_wy_commit", "pseudo_value"),
+        ("tree_wy_verify_", "value"),
         ("tree_attention", "query"),
         ("tree_snapshots", "value"),
     ],
@@ -127,6 +146,8 @@ def test_heads_divide_into_groups(call: str, name: str) -> None:
     [
         ("tree_wy_solve", "value"),
         ("tree_wy_commit", "pseudo_value"),
+        ("tree_wy_verify_", "value"),
+        ("tree_wy_verify_", "path"),
         ("tree_conv", "x"),
         ("tree_conv_commit_", "x"),
         ("tree_attention", "query"),
@@ -149,6 +170,9 @@ NODES = {"tree_conv_commit_": 2}  # the dimension of nodes, if not 1
         ("tree_wy_solve", "prefix_log_decay"),
         ("tree_wy_commit", "log_decay"),
         ("tree_wy_commit_", "log_decay"),
+        ("tree_wy_verify_", "ring_log_decay"),
+        ("tree_wy_verify_", "log_decay"),
+        ("tree_wy_verify_", "last_log_decay"),
         ("tree_snapshots", "log_decay"),
     ],
 )
@@ -156,6 +180,24 @@ def test_a_decay_for_each_channel_is_refused(call: str, name: str) -> None:
     wrong = CALLS[call][name][..., None].expand(-1, -1, -1, 7)
     with pytest.raises(ValueError, match=rf"{name} has shape .*, a decay for each key channel, which is not supported"):
         getattr(ops, call)(**{**CALLS[call], name: wrong})
+
+
+def test_the_scratch_of_a_round_holds_both_trees() -> None:
+    call = CALLS["tree_wy_verify_"]
+    for nodes, missing in ((7, 7), (3, 5)):
+        tree = {name: call[name][:, :nodes] for name in ("value", "query", "key", "log_decay", "beta", "parents")}
+        scratch = {"node_pseudo_value": call["node_pseudo_value"][:, : missing - 1]}
+        message = rf"node_pseudo_value has {missing - 1} rows, expected at least {missing}: the nodes of this tree and"
+        with pytest.raises(ValueError, match=message):
+            ops.tree_wy_verify_(**{**call, **tree, **scratch})
+
+
+@pytest.mark.parametrize("name", ["ring_key", "last_key"])
+def test_keys_that_wait_have_the_dtype_of_keys(name: str) -> None:
+    call = CALLS["tree_wy_verify_"]
+    message = f"{name} has dtype torch.bfloat16, expected that of key, torch.float32"
+    with pytest.raises(ValueError, match=message):
+        ops.tree_wy_verify_(**{**call, name: call[name].bfloat16()})
 
 
 def test_a_kernel_has_a_tap() -> None:
