@@ -33,6 +33,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from fake_cuda import launching_with
+from treewy.ops import _launch as kernel_choices
 
 
 @functools.cache
@@ -139,8 +140,10 @@ class _CallItCuda(TorchFunctionMode):
 def run_interpreted(function: Callable[..., Any], *args: Any) -> Any:
     """Return what `function`, which calls operators, returns on a GPU: they choose launches, and these are interpreted.
 
-    Results and scratch that an operator allocates are full of NaN before it launches a kernel.
+    Results and scratch that an operator allocates are full of NaN before it launches a kernel. Solves in float32, which
+    a GPU leaves to the reference, are interpreted too: without the rounding of halves, kernels must be as precise as it.
     """
-
-    with launching_with(_launch), _CallItCuda():
+    dtypes = (*kernel_choices.KERNEL_DTYPES, torch.float32)
+    precise = mock.patch.object(kernel_choices, "KERNEL_DTYPES", dtypes)
+    with precise, launching_with(_launch), _CallItCuda():
         return function(*args)

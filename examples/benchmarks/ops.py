@@ -96,9 +96,9 @@ def launch_config(policy: str, tree: Tree, batch: int, layer: Layer) -> dict[str
     in_one = _launch.fits_one_launch(batch, layer.value_heads, tree.nodes, RING.get(policy, 0))
     config = {}
     if in_one:
-        config["tree_solve_kernel"] = _launch.solve_options(value, layer.key_dim, False)[1]
+        config["tree_solve_kernel"] = _launch.solve_options(value, layer.key_dim)[1]
     else:
-        config["tree_pass_kernel"] = _launch.pass_options(value, layer.key_dim, False)[1]
+        config["tree_pass_kernel"] = _launch.pass_options(value, layer.key_dim, 0)[1]
     if policy == "immediate":
         key = torch.empty(batch, tree.nodes, layer.key_heads, layer.key_dim, device="meta")
         config["tree_commit_kernel"] = _launch.commit_options(value, value.float(), key)[1]
@@ -123,6 +123,7 @@ def measure(tree: Tree, batch: int, layer: Layer, device: str, bandwidth: float)
         if policy == "snapshots" and (size := sets * tree.nodes * state_bytes) > MAX_SNAPSHOT_BYTES:
             yield row | {"not_run": f"{size / 1e9:.1f} GB of states"}
             continue
+        stores[0].num_known.zero_()  # the warm-up must not find more known rows than this ring has
         replay = Replay([partial(run, rows, rows.nodes, rows.last) for rows in stores], device)
         times = []
         for num_known in range(0, RING.get(policy, 0) + 1, tree.path_length):
