@@ -86,7 +86,7 @@ def tree_defer_kernel(
     Most calls append, which is little work: a program takes several heads, so that there are few programs.
     """
     first, row = tl.program_id(0) * HEADS, tl.program_id(1)
-    known = tl.load(num_known + row).to(tl.int32)
+    known = tl.minimum(tl.load(num_known + row).to(tl.int32), RING)  # whatever comes in, reads stay in the ring
     num_rows = known + tl.load(path_length + row).to(tl.int32)
     if first == 0:
         tl.store(known_after + row, tl.where(num_rows <= RING, num_rows, 0))

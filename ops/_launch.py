@@ -122,15 +122,23 @@ def defer_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int], dict[st
 
 
 def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length: int) -> bool:
-    """Tell whether a solve makes its tables where it needs them: when few programs wait for launches, or many nodes."""
-    return (batch * value_heads <= 64 and num_nodes <= _BLOCK) or num_nodes > 64 or prefix_length > 2 * _BLOCK
+    """Tell whether a solve makes its tables where it needs them.
+
+    That is: when few programs wait for launches, and where the pass would unroll too many blocks.
+    """
+    few = batch * value_heads <= 64 and num_nodes <= _BLOCK and prefix_length == 0
+    return few or num_nodes > 4 * _BLOCK or prefix_length > 8 * _BLOCK
 
 
-def solve_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return grid and options of `tree_solve_kernel`."""
+def solve_options(value: Tensor, key_dim: int, *, has_ring: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return grid and options of `tree_solve_kernel`. Behind a ring there is more to hold in registers."""
     batch, _, value_heads, value_dim = value.shape
     columns = tile_columns(key_dim, value_dim, 4096)
-    return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
+    return (tiles(value_dim, columns), value_heads, batch), {
+        "V": value_dim,
+        "COLUMNS": columns,
+        "num_warps": 8 if has_ring else 4,
+    }
 
 
 def pass_options(value: Tensor, key_dim: int, prefix_length: int) -> tuple[int, dict[str, Any]]:
@@ -139,12 +147,12 @@ def pass_options(value: Tensor, key_dim: int, prefix_length: int) -> tuple[int, 
     Two programs a multiprocessor, each with up to three tiles on their way, kept within 99 KiB of shared memory.
     """
     batch, num_nodes, value_heads, value_dim = value.shape
-    simple = num_nodes <= _BLOCK and prefix_length <= _BLOCK
+    simple = num_nodes <= _BLOCK and prefix_length == 0 and value.dtype == torch.bfloat16
     columns = tile_columns(key_dim, value_dim, 4096 if num_nodes > 3 * _BLOCK else 8192)
     return batch * value_heads * tiles(value_dim, columns), {
         "V": value_dim,
         "COLUMNS": columns,
-        "STAGES": 3 if simple and value.dtype == torch.bfloat16 else 2,
+        "STAGES": 3 if simple else 2,
         "num_warps": 4 if simple else 8,
     }
 

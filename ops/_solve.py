@@ -180,7 +180,7 @@ def _tree_wy_solve(
     precision = {"L2NORM": qk_l2norm, "PREFIX_EXACT": prefix_key.dtype == torch.bfloat16}
     strides = (query.stride(1), key.stride(1))
     if fits_one_launch(batch, value_heads, num_nodes, prefix_length):
-        grid, options = solve_options(value, key_dim)
+        grid, options = solve_options(value, key_dim, has_ring=False)
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state, parents, parents, known_value, known_key, known_decay, mask),
             # There is no ring.
@@ -214,7 +214,7 @@ def _tree_wy_solve(
             scale,
             *strides,
         ),
-        num_warps=1,
+        num_warps=1 if prefix_length == 0 else 2,
         **shared,
         **precision,
     )

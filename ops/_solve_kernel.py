@@ -258,7 +258,7 @@ def tree_solve_kernel(
     beta += row * N * HV + head
 
     if RAW_KEYS:
-        known = tl.load(num_known + row).to(tl.int32)
+        known = tl.minimum(tl.load(num_known + row).to(tl.int32), RING)  # whatever comes in, reads stay in the ring
         num_rows = known + tl.load(path_length + row).to(tl.int32)
         path += row * LAST
         ring_value += (row.to(tl.int64) * RING * HV + head) * V

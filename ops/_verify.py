@@ -161,8 +161,8 @@ def _tree_wy_verify_(
     shared = heads | {"NODES": bucket(num_nodes), "CHUNKS": 1, "RAW_KEYS": True}
     precision = {"L2NORM": qk_l2norm, "PREFIX_EXACT": True}
     strides = (query.stride(1), key.stride(1))
-    if fits_one_launch(batch, value_heads, num_nodes, size):
-        grid, options = solve_options(value, key_dim)
+    if fits_one_launch(batch, value_heads, num_nodes, 0):
+        grid, options = solve_options(value, key_dim, has_ring=True)
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state_pool, slots, parents),
             *(node_pseudo_value, key, log_decay, parents),  # there is no prefix

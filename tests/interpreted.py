@@ -141,7 +141,7 @@ def run_interpreted(function: Callable[..., Any], *args: Any) -> Any:
     """Return what `function`, which calls operators, returns on a GPU: they choose launches, and these are interpreted.
 
     Results and scratch that an operator allocates are full of NaN before it launches a kernel. Solves in float32, which
-    a GPU leaves to the reference, are interpreted too: without the rounding of halves, kernels must be as precise as it.
+    a GPU leaves to the reference, are interpreted too: without the rounding of halves, kernels must be as precise.
     """
     dtypes = (*kernel_choices.KERNEL_DTYPES, torch.float32)
     precise = mock.patch.object(kernel_choices, "KERNEL_DTYPES", dtypes)

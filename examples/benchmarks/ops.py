@@ -91,12 +91,12 @@ def floor_bytes(policy: str, tree: Tree, batch: int, layer: Layer) -> float:
 def launch_config(policy: str, tree: Tree, batch: int, layer: Layer) -> dict[str, Any]:
     """Return the tiles and warps of each kernel, as the operators choose them."""
     if policy == "snapshots":
-        return {"tree_snapshots_kernel": snapshot_config(layer.key_dim, layer.value_dim)}
+        return {"tree_snapshots_kernel": snapshot_config(batch * layer.value_heads, layer.key_dim, layer.value_dim)}
     value = torch.empty(batch, tree.nodes, layer.value_heads, layer.value_dim, dtype=torch.bfloat16, device="meta")
-    in_one = _launch.fits_one_launch(batch, layer.value_heads, tree.nodes, RING.get(policy, 0))
+    in_one = _launch.fits_one_launch(batch, layer.value_heads, tree.nodes, 0)
     config = {}
     if in_one:
-        config["tree_solve_kernel"] = _launch.solve_options(value, layer.key_dim)[1]
+        config["tree_solve_kernel"] = _launch.solve_options(value, layer.key_dim, has_ring=policy != "immediate")[1]
     else:
         config["tree_pass_kernel"] = _launch.pass_options(value, layer.key_dim, 0)[1]
     if policy == "immediate":

@@ -10,16 +10,15 @@ KERNELS = [
     Fault(
         "the kernels drop the decay between the nodes of a block",
         "ops/_solve_kernel.py",
-        "marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES)\n"
-        "    decay = tl.where(marked, tl.exp(tl.minimum(behind, 0.0)), 0.0)",
-        "marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES)\n    decay = tl.where(marked, 1.0, 0.0)",
+        "decay = tl.exp(tl.minimum((path_decay[None, :] - path_decay[:, None]).to(tl.float32), 0.0)) * rows_factor",
+        "decay = tl.exp(0.0 * (path_decay[None, :] - path_decay[:, None]).to(tl.float32)) * rows_factor",
         (_TREES + "[tree and padding-torch.float32]",),
     ),
     Fault(
         "the kernels drop the decay between blocks of nodes",
         "ops/_solve_kernel.py",
-        "marked = has_bit(low, high, nodes, NODES)\n    decay = tl.where(marked, tl.exp(tl.minimum(behind, 0.0)), 0.0)",
-        "marked = has_bit(low, high, nodes, NODES)\n    decay = tl.where(marked, 1.0, 0.0)",
+        "decay = tl.exp(tl.minimum(behind, 0.0))",
+        "decay = tl.exp(0.0 * behind)",
         (_TREES + "[tree of 37-torch.float32]",),
     ),
     Fault(
@@ -81,8 +80,8 @@ KERNELS = [
     Fault(
         "the pass tiles value heads over the key heads",
         "ops/_pass_kernel.py",
-        "((row * HK + head // (HV // HK)) * BLOCKS + block)",
-        "((row * HK + head % HK) * BLOCKS + block)",
+        "(row * HK + head // (HV // HK)) * BLOCKS + block",
+        "(row * HK + head % HK) * BLOCKS + block",
         (_VERIFY + "[17 rows]",),
     ),
     Fault(

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="kernels need the triton package")
 import oracle
 from interpreted import run_interpreted
 from parents import chain, widths
-from tolerances import AMPLIFIED, FLOAT32, KERNEL_HALVES, KERNEL_OVER_REFERENCE, relative_error
+from tolerances import FLOAT32, KERNEL_AMPLIFIED, KERNEL_HALVES, KERNEL_OVER_REFERENCE, relative_error
 from treewy import ops
 from treewy.ops import PADDING
 from treewy.testing import OpCase, SolveInputs, op_cases
@@ -163,7 +163,7 @@ def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distan
     )
     exact, recurrence = oracle.solve(*inputs), oracle.solve(*inputs, dtype=torch.float32)
     for actual, expected, own in zip(solve(inputs), exact, recurrence, strict=False):
-        assert relative_error(actual, expected) <= AMPLIFIED * relative_error(own, expected) + FLOAT32
+        assert relative_error(actual, expected) <= KERNEL_AMPLIFIED * relative_error(own, expected) + FLOAT32
 
 
 @pytest.mark.parametrize("nodes", [7, 18])
