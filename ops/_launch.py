@@ -127,7 +127,7 @@ def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length:
     That is: when few programs wait for launches, and where the pass would unroll too many blocks.
     """
     few = batch * value_heads <= 64 and num_nodes <= _BLOCK and prefix_length == 0
-    return few or num_nodes > 4 * _BLOCK or prefix_length > 8 * _BLOCK
+    return few or num_nodes > 4 * _BLOCK or prefix_length > 2 * _BLOCK
 
 
 def solve_options(value: Tensor, key_dim: int, *, has_ring: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -153,7 +153,7 @@ def pass_options(value: Tensor, key_dim: int, prefix_length: int) -> tuple[int, 
         "V": value_dim,
         "COLUMNS": columns,
         "STAGES": 3 if simple else 2,
-        "num_warps": 4 if simple else 8,
+        "num_warps": 4 if simple and key_dim > 64 else 8,
     }
 
 

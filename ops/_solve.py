@@ -214,7 +214,7 @@ def _tree_wy_solve(
             scale,
             *strides,
         ),
-        num_warps=1 if prefix_length == 0 else 2,
+        num_warps=1 if prefix_length == 0 else 4,
         **shared,
         **precision,
     )

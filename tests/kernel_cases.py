@@ -127,7 +127,7 @@ CASES = {
     "tables, 40 nodes": _solve(40, (128, 128)),
     "tables, 64 nodes": _solve(64, (128, 128)),
     "tables, prefix of 16": _solve(16, (128, 128), prefix=16),
-    "tables, prefix of 64": _solve(16, (128, 128), prefix=64),
+    "tables, prefix of 32": _solve(16, (128, 128), prefix=32),
     "commit": _commit(16, (128, 128)),
     "commit in place": _commit_in_place(16, (128, 128)),
     "commit in place, 256 x 256": _commit_in_place(16, (256, 256)),
