@@ -176,8 +176,8 @@ def _tree_wy_verify_(
             **options,
         )
         return output, known_after
-    grid, options = defer_options(value, key_dim)
-    wrap_triton(tree_defer_kernel)[grid](
+    defer_grid, options = defer_options(value, key_dim)
+    wrap_triton(tree_defer_kernel)[defer_grid](
         *(state_pool, slots, *ring, num_known, node_pseudo_value, last_key, last_log_decay, path, path_length),
         *(known_after, last, scratch, last_key.stride(1)),
         RING=size,
