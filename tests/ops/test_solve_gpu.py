@@ -23,7 +23,6 @@ from tolerances import (
     BFLOAT16_PAIR,
     BFLOAT16_ROUNDING,
     FLOAT32,
-    KERNEL_FLOAT32,
     KERNEL_HALVES,
     KERNEL_OVER_REFERENCE,
     STATE_AFTER_COMMITS,
@@ -95,7 +94,7 @@ def in_float64(inputs: SolveInputs) -> SolveInputs:
 
 
 def bound(dtype: torch.dtype) -> float:
-    return KERNEL_FLOAT32 if dtype == torch.float32 else KERNEL_HALVES
+    return FLOAT32 if dtype == torch.float32 else KERNEL_HALVES
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -239,7 +238,7 @@ def test_gates_of_any_size_on_one_path(nodes: int, gates: tuple[float, ...]) -> 
     inputs = inputs._replace(log_decay=gate[None, :, None].expand_as(inputs.log_decay).contiguous())
     exact = oracle.solve(*(x.cpu() if isinstance(x, Tensor) else x for x in inputs))
     for actual, expected in zip(ops.tree_wy_solve(*inputs)[:3], exact, strict=False):
-        assert relative_error(actual.cpu(), expected) <= KERNEL_FLOAT32
+        assert relative_error(actual.cpu(), expected) <= FLOAT32
 
 
 @pytest.mark.parametrize("distance", [1e-1, 1e-3, 0.0], ids=lambda x: f"distance={x}")
@@ -253,7 +252,7 @@ def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distan
     exact, recurrence = oracle.solve(*inputs), oracle.solve(*inputs, dtype=torch.float32)
     results = ops.tree_wy_solve(*(x.cuda() if isinstance(x, Tensor) else x for x in inputs))
     for actual, expected, own in zip(results, exact, recurrence, strict=False):
-        assert relative_error(actual.cpu(), expected) <= AMPLIFIED * relative_error(own, expected) + KERNEL_FLOAT32
+        assert relative_error(actual.cpu(), expected) <= AMPLIFIED * relative_error(own, expected) + FLOAT32
 
 
 @pytest.mark.parametrize("nodes", [3, 40])
