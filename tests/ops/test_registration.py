@@ -81,7 +81,7 @@ def verify_arguments(solve: SolveInputs) -> tuple[Any, ...]:
     size = 3
 
     def ring(x: Tensor) -> Tensor:
-        return x[:, -1:].repeat(1, size, *[1] * (x.ndim - 2))
+        return x[:, :1].repeat(1, size, *[1] * (x.ndim - 2))
 
     index = torch.arange(num_nodes).expand(batch, -1)
     return (
