@@ -81,13 +81,13 @@ def verify_arguments(solve: SolveInputs) -> tuple[Any, ...]:
     size = 3
 
     def ring(x: Tensor) -> Tensor:
-        return x[:, :1].repeat(1, size, *[1] * (x.ndim - 2))
+        return x[:, 1:2].repeat(1, size, *[1] * (x.ndim - 2))
 
     index = torch.arange(num_nodes).expand(batch, -1)
     return (
         *(torch.cat([state, state]), torch.arange(batch) * 2),
         *(ring(value).to(state.dtype), ring(key), ring(log_decay), torch.arange(batch).clamp(max=1)),
-        *(value.to(torch.promote_types(value.dtype, torch.float32)), value, query, key, log_decay, beta, parents),
+        *(value.to(torch.promote_types(value.dtype, torch.float32), copy=True), *solve[:5], parents),
         *(key.flip(1), log_decay.flip(1), index.clone(), (2 * torch.arange(batch) + 1).clamp(max=num_nodes)),
         *(solve.scale, solve.qk_l2norm),
     )
