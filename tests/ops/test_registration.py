@@ -76,12 +76,12 @@ def verify_arguments(solve: SolveInputs) -> tuple[Any, ...]:
 
     No argument is another one, and none has NaN in it, which is equal to nothing.
     """
-    value, query, key, log_decay, beta, state, parents = solve[:7]
+    value, _, key, log_decay, _, state, parents = solve[:7]
     batch, num_nodes = parents.shape
     size = 3
 
     def ring(x: Tensor) -> Tensor:
-        return x[:, 1:2].repeat(1, size, *[1] * (x.ndim - 2))
+        return (x[:, :1] / 2).repeat(1, size, *[1] * (x.ndim - 2))
 
     index = torch.arange(num_nodes).expand(batch, -1)
     return (
