@@ -66,7 +66,7 @@ def _tree_wy_commit(
     state = committed_state.contiguous()
     result = torch.empty_like(state)
     written = rows_contiguous(pseudo_value, key, log_decay, parents)
-    grid, options = commit_options(state, pseudo_value, key)
+    grid, options = commit_options(pseudo_value, key)
     wrap_triton(tree_commit_kernel)[grid](
         state, accepted_node, *written, accepted_node, result, parents.shape[1], IN_PLACE=False, **options
     )
@@ -97,7 +97,7 @@ def _tree_wy_commit_(
 ) -> None:
     if kernels_apply(state_pool, pseudo_value, key):
         written = rows_contiguous(pseudo_value, key, log_decay, parents)
-        grid, options = commit_options(state_pool, pseudo_value, key)
+        grid, options = commit_options(pseudo_value, key)
         wrap_triton(tree_commit_kernel)[grid](
             state_pool, slots, *written, accepted_node, state_pool, parents.shape[1], IN_PLACE=True, **options
         )

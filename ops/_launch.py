@@ -104,7 +104,7 @@ def tiles(value_dim: int, columns: int) -> int:
     return (value_dim + columns - 1) // columns
 
 
-def commit_options(state: Tensor, pseudo_value: Tensor, key: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def commit_options(pseudo_value: Tensor, key: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Return grid and options of `tree_commit_kernel`."""
     batch, num_nodes, value_heads, value_dim = pseudo_value.shape
     check_kernel_limits("pseudo_value", num_nodes, key.shape[3], value_dim)

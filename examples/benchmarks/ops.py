@@ -101,7 +101,7 @@ def launch_config(policy: str, tree: Tree, batch: int, layer: Layer) -> dict[str
         config["tree_pass_kernel"] = _launch.pass_options(value, layer.key_dim, 0)[1]
     if policy == "immediate":
         key = torch.empty(batch, tree.nodes, layer.key_heads, layer.key_dim, device="meta")
-        config["tree_commit_kernel"] = _launch.commit_options(value, value.float(), key)[1]
+        config["tree_commit_kernel"] = _launch.commit_options(value.float(), key)[1]
     elif not in_one:
         config["tree_defer_kernel"] = _launch.defer_options(value, layer.key_dim)[1]
     return config
