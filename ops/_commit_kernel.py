@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from treewy.ops._kernel_math import BLOCK, dot_split, sum_after
-from treewy.ops._solve_kernel import load_known_values, locate_known_rows
+from treewy.ops._ring_kernel import load_known_gates, load_known_values, locate_known_rows
 
 
 @triton.jit
@@ -134,8 +134,7 @@ def tree_defer_kernel(
                 values = load_known_values(
                     ring_value + head * V, last_value + head * V, rows, in_ring, on_path, node, columns, inside, HV, V
                 )
-                gate = tl.load(ring_log_decay + rows * HV + head, mask=in_ring, other=0.0)
-                gate += tl.load(last_log_decay + node * HV + head, mask=on_path, other=0.0).to(tl.float32)
+                gate = load_known_gates(ring_log_decay + head, last_log_decay + head, rows, in_ring, on_path, node, HV)
                 key_place = key_head * K + k[:, None]
                 in_keys = (k < K)[:, None]
                 keys = tl.load(

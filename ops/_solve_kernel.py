@@ -32,6 +32,7 @@ from treewy.ops._kernel_math import (
     unit_upper_inverse,
     walk_to_roots,
 )
+from treewy.ops._ring_kernel import fold, load_known_gates, load_known_keys, load_known_values, locate_known_rows
 
 
 @triton.jit
@@ -150,71 +151,6 @@ def ring_chunk(
     return for_keys, for_queries, path_decay + tl.sum(gate, 0).to(tl.float64)
 
 
-@triton.jit
-def locate_known_rows(path, chunk, num_known, num_rows):
-    """Return which of 16 known rows are in the ring, which on the accepted path after it, and the path's nodes."""
-    rows = tl.arange(0, BLOCK) + chunk * BLOCK
-    in_ring = rows < num_known
-    on_path = (rows >= num_known) & (rows < num_rows)
-    return rows, in_ring, on_path, tl.load(path + rows - num_known, mask=on_path, other=0).to(tl.int32)
-
-
-@triton.jit
-def load_known_keys(
-    rows, in_ring, on_path, node, ring_key, ring_log_decay, last_key, last_log_decay, last_key_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
-    """Return keys and gates of known rows."""
-    keys = load_rows(ring_key, HK * K, rows, in_ring, K, KP)
-    keys += load_rows(last_key, last_key_stride, node, on_path, K, KP)
-    gate = tl.load(ring_log_decay + rows * HV, mask=in_ring, other=0.0)
-    gate += tl.load(last_log_decay + node * HV, mask=on_path, other=0.0).to(tl.float32)
-    return keys, gate
-
-
-@triton.jit
-def load_known_values(
-    ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV: tl.constexpr, V: tl.constexpr
-):
-    """Return a tile of the pseudo-values of known rows."""
-    values = tl.load(
-        ring_value + rows[:, None] * (HV * V) + columns[None, :], mask=in_ring[:, None] & inside, other=0.0
-    )
-    return values + tl.load(
-        last_value + node[:, None] * (HV * V) + columns[None, :], mask=on_path[:, None] & inside, other=0.0
-    )
-
-
-@triton.jit
-def fold(
-    state, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay, path, num_known, num_rows,
-    last_key_stride, columns, inside, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
-):  # fmt: skip
-    """Write known rows into a tile of the state, 32 keys' channels at a time: whole, it would crowd out the solve."""
-    SLICE: tl.constexpr = 32
-    for chunk in range(0, tl.cdiv(num_rows, BLOCK)):
-        rows, in_ring, on_path, node = locate_known_rows(path, chunk, num_known, num_rows)
-        values = load_known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
-        gate = tl.load(ring_log_decay + rows * HV, mask=in_ring, other=0.0)
-        gate += tl.load(last_log_decay + node * HV, mask=on_path, other=0.0).to(tl.float32)
-        values = values * tl.exp(sum_after(gate))[:, None]
-        decay = tl.exp(tl.sum(gate, 0))
-        for first in range(0, K, SLICE):
-            k = tl.arange(0, SLICE) + first
-            within = (k < K)[:, None]
-            keys = tl.load(ring_key + rows[None, :] * (HK * K) + k[:, None], mask=in_ring[None, :] & within, other=0.0)
-            keys += tl.load(
-                last_key + node[None, :] * last_key_stride + k[:, None], mask=on_path[None, :] & within, other=0.0
-            )
-            place = state + k[:, None] * V + columns[None, :]
-            old = tl.load(place, mask=inside & within, other=0.0).to(tl.float32)
-            new = old * decay + dot_split(
-                keys, values, tl.zeros([SLICE, columns.shape[0]], tl.float32), KEYS_EXACT, False, FLOAT32
-            )
-            tl.store(place, new.to(state.dtype.element_ty), mask=inside & within)
-
-
 @triton.jit(do_not_specialize=["N", "P", "LAST", "SCRATCH"])
 def tree_solve_kernel(
     value, query, key, log_decay, beta, state, slots, parents, prefix_value, prefix_key, prefix_log_decay, prefix_mask,
@@ -276,7 +212,6 @@ def tree_solve_kernel(
                 pseudo_value, last_key, last_log_decay, path, known, num_rows, last_key_stride, columns,
                 (columns < width)[None, :], HK, HV, K, V, KEYS_EXACT, FLOAT32,
             )  # fmt: skip
-            tl.debug_barrier()  # all of the tile is written
             state_tile = tl.load(state_place, mask=in_state, other=0.0).to(tl.float32)
         else:
             place = ring_value + rows[:, None] * (HV * V) + columns[None, :]
@@ -337,27 +272,19 @@ def tree_solve_kernel(
             known_to_queries = dot_split(for_queries, solved_before, known_to_queries, False, False, FLOAT32)
         if RAW_KEYS:
             if num_rows <= RING:
-                known_keys, gate = load_known_keys(
-                    rows, in_ring, on_path, node, ring_key, ring_log_decay, last_key, last_log_decay,
-                    last_key_stride, HK, HV, K, KP,
-                )  # fmt: skip
+                known_keys = load_known_keys(
+                    rows, in_ring, on_path, node, ring_key, last_key, last_key_stride, HK, K, KP
+                )
+                gate = load_known_gates(ring_log_decay, last_log_decay, rows, in_ring, on_path, node, HV)
                 if (block == 0) & (tile == 0):
                     tl.store(ring_log_decay + rows * HV, gate, mask=on_path)
                     if head % (HV // HK) == 0:
                         place = ring_key + rows[:, None] * (HK * K) + k[None, :]
                         tl.store(place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
                 for_keys, for_queries, path_decay = ring_chunk(
-                    keys,
-                    keys_factor,
-                    queries,
-                    present,
-                    path_decay,
-                    known_keys,
-                    gate,
-                    in_ring | on_path,
-                    KEYS_EXACT,
-                    FLOAT32,
-                )
+                    keys, keys_factor, queries, present, path_decay, known_keys, gate, in_ring | on_path,
+                    KEYS_EXACT, FLOAT32,
+                )  # fmt: skip
                 for_keys = tl.trans(for_keys)
                 for_queries = tl.trans(for_queries)
                 known_to_keys = dot_split(for_keys, known_values, known_to_keys, False, False, FLOAT32)
@@ -386,11 +313,8 @@ def tree_solve_kernel(
         zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
         read_by_keys = dot_split(scaled_keys, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
         read_by_queries = dot_split(scaled_queries, state_tile, zeros, KEYS_EXACT, False, FLOAT32)
-        left = (
-            values
-            - known_to_keys
-            - tl.where((keys_rest > 0.0)[:, None], read_by_keys * (decay * keys_rest)[:, None], 0.0)
-        )
+        read_by_keys = tl.where((keys_rest > 0.0)[:, None], read_by_keys * (decay * keys_rest)[:, None], 0.0)
+        left = values - known_to_keys - read_by_keys
         left = tl.where(present[:, None], left, 0.0)  # inputs and state of padding may be anything
         # The diagonal is the greatest part, and precise.
         solved = dot_split(solution, left, left * strength[:, None], False, False, FLOAT32)

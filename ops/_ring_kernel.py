@@ -1,0 +1,79 @@
+"""Known rows as kernels see them: those of a ring, and behind them the path that was accepted in the last tree."""
+
+# mypy: ignore-errors
+# The language of kernels has no types.
+
+import triton
+import triton.language as tl
+
+from treewy.ops._kernel_math import BLOCK, dot_split, load_rows, sum_after
+
+
+@triton.jit
+def locate_known_rows(path, chunk, num_known, num_rows):
+    """Return which of 16 known rows are in the ring, which on the accepted path after it, and the path's nodes."""
+    rows = tl.arange(0, BLOCK) + chunk * BLOCK
+    in_ring = rows < num_known
+    on_path = (rows >= num_known) & (rows < num_rows)
+    return rows, in_ring, on_path, tl.load(path + rows - num_known, mask=on_path, other=0).to(tl.int32)
+
+
+@triton.jit
+def load_known_keys(
+    rows, in_ring, on_path, node, ring_key, last_key, last_key_stride,
+    HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Return the keys of known rows."""
+    keys = load_rows(ring_key, HK * K, rows, in_ring, K, KP)
+    keys += load_rows(last_key, last_key_stride, node, on_path, K, KP)
+    return keys
+
+
+@triton.jit
+def load_known_gates(ring_log_decay, last_log_decay, rows, in_ring, on_path, node, HV: tl.constexpr):
+    """Return the log decays of known rows, 0 where there is none."""
+    gate = tl.load(ring_log_decay + rows * HV, mask=in_ring, other=0.0)
+    return gate + tl.load(last_log_decay + node * HV, mask=on_path, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_known_values(
+    ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV: tl.constexpr, V: tl.constexpr
+):
+    """Return a tile of the pseudo-values of known rows."""
+    values = tl.load(
+        ring_value + rows[:, None] * (HV * V) + columns[None, :], mask=in_ring[:, None] & inside, other=0.0
+    )
+    return values + tl.load(
+        last_value + node[:, None] * (HV * V) + columns[None, :], mask=on_path[:, None] & inside, other=0.0
+    )
+
+
+@triton.jit
+def fold(
+    state, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay, path, num_known, num_rows,
+    last_key_stride, columns, inside, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Write known rows into a tile of the state, 32 keys' channels at a time: whole, it would crowd out the solve."""
+    SLICE: tl.constexpr = 32
+    for chunk in range(0, tl.cdiv(num_rows, BLOCK)):
+        rows, in_ring, on_path, node = locate_known_rows(path, chunk, num_known, num_rows)
+        values = load_known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
+        gate = load_known_gates(ring_log_decay, last_log_decay, rows, in_ring, on_path, node, HV)
+        values = values * tl.exp(sum_after(gate))[:, None]
+        decay = tl.exp(tl.sum(gate, 0))
+        for first in range(0, K, SLICE):
+            k = tl.arange(0, SLICE) + first
+            within = (k < K)[:, None]
+            keys = tl.load(ring_key + rows[None, :] * (HK * K) + k[:, None], mask=in_ring[None, :] & within, other=0.0)
+            keys += tl.load(
+                last_key + node[None, :] * last_key_stride + k[:, None], mask=on_path[None, :] & within, other=0.0
+            )
+            place = state + k[:, None] * V + columns[None, :]
+            old = tl.load(place, mask=inside & within, other=0.0).to(tl.float32)
+            new = old * decay + dot_split(
+                keys, values, tl.zeros([SLICE, columns.shape[0]], tl.float32), KEYS_EXACT, False, FLOAT32
+            )
+            tl.store(place, new.to(state.dtype.element_ty), mask=inside & within)
+        tl.debug_barrier()  # another thread may read what this one wrote, for the next rows or for the solve
