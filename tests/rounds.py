@@ -20,6 +20,7 @@ import oracle
 from tolerances import relative_error
 from treewy import ops
 from treewy.ops import PADDING
+from treewy.testing import SolveInputs
 
 
 @dataclass(frozen=True)
@@ -293,3 +294,25 @@ def play(settings: Rounds, exact: Callable[[Rounds, Tensor, Round], Exact], run:
     others[slots[has_slot]] = False
     assert engine.pool[others].isnan().all()
     return Errors(worst_output, worst_pseudo_value, relative_error(engine.pool[slots[has_slot]], state[has_slot]))
+
+
+def verify_arguments(solve: SolveInputs) -> tuple[Any, ...]:
+    """The path that was accepted in the last tree, which is the tree itself, fits into the ring of the first row alone.
+
+    No argument is another one, and none has NaN in it, which is equal to nothing.
+    """
+    value, _, key, log_decay, _, state, parents = solve[:7]
+    batch, num_nodes = parents.shape
+    size = 3
+
+    def ring(x: Tensor) -> Tensor:
+        return (x[:, :1] / 2).repeat(1, size, *[1] * (x.ndim - 2))
+
+    index = torch.arange(num_nodes).expand(batch, -1)
+    return (
+        *(torch.cat([state, state]), torch.arange(batch) * 2),
+        *(ring(value).to(state.dtype), ring(key), ring(log_decay), torch.arange(batch).clamp(max=1)),
+        *(value.to(torch.promote_types(value.dtype, torch.float32), copy=True), *solve[:5], parents),
+        *(key.flip(1), log_decay.flip(1), index.clone(), (2 * torch.arange(batch) + 1).clamp(max=num_nodes)),
+        *(solve.scale, solve.qk_l2norm),
+    )

@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from parents import chain, widths
+from rounds import verify_arguments
 from snapshots import snapshot_inputs
 from tolerances import FLOAT32, relative_error
 from treewy import ops
 from treewy.ops import PADDING
-from treewy.testing import OpCase, SolveInputs
+from treewy.testing import OpCase
 
 TREES = OpCase((widths(2, 2), (*chain(5), PADDING, 4), widths(6)))
 WITH_PREFIX = OpCase(
@@ -69,28 +70,6 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
     if name == "tree_snapshots":
         return tuple(snapshot_inputs(case, dtype, num_earlier=len(case.prefix_parents)))
     return tuple(case.attention_inputs(dtype))
-
-
-def verify_arguments(solve: SolveInputs) -> tuple[Any, ...]:
-    """The path that was accepted in the last tree, which is the tree itself, fits into the ring of the first row alone.
-
-    No argument is another one, and none has NaN in it, which is equal to nothing.
-    """
-    value, _, key, log_decay, _, state, parents = solve[:7]
-    batch, num_nodes = parents.shape
-    size = 3
-
-    def ring(x: Tensor) -> Tensor:
-        return (x[:, :1] / 2).repeat(1, size, *[1] * (x.ndim - 2))
-
-    index = torch.arange(num_nodes).expand(batch, -1)
-    return (
-        *(torch.cat([state, state]), torch.arange(batch) * 2),
-        *(ring(value).to(state.dtype), ring(key), ring(log_decay), torch.arange(batch).clamp(max=1)),
-        *(value.to(torch.promote_types(value.dtype, torch.float32), copy=True), *solve[:5], parents),
-        *(key.flip(1), log_decay.flip(1), index.clone(), (2 * torch.arange(batch) + 1).clamp(max=num_nodes)),
-        *(solve.scale, solve.qk_l2norm),
-    )
 
 
 def operator(name: str) -> Any:
