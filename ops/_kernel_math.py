@@ -9,8 +9,8 @@ Keys. Normalised keys would be float32. Scaling a key by a power of two is exact
 power of two below 1 / norm, and the factor that is left, in [1, 2), meets the results. No product can overflow then,
 whatever the norm.
 
-Blocks. Nodes go in blocks of 16, the smallest tile of a tensor core. Blocks before a node's own act on it as known
-rows.
+Blocks. Known rows go in blocks of 16, the smallest tile of a tensor core, and so do nodes where a launch makes its own
+tables: earlier blocks then act on a node as known rows do.
 """
 
 # mypy: ignore-errors
@@ -41,13 +41,12 @@ def split(x, FLOAT32: tl.constexpr):
 
 
 @triton.jit
-def split_half(x, FLOAT32: tl.constexpr):
-    """Return the halves of x / 2, without the check of `split`: no rounding of x / 2 is infinite."""
-    x = x * 0.5
+def split_state(x, FLOAT32: tl.constexpr):
+    """Return the halves of x up to 2^-16 of its size: the high half is cut off, which is three operations, not five."""
     if FLOAT32:
         return x, x
     else:
-        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -65536).to(tl.float32, bitcast=True)
+        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
@@ -90,20 +89,33 @@ def dot_split(left, right, total, LEFT_EXACT: tl.constexpr, RIGHT_EXACT: tl.cons
 
 @triton.jit
 def load_rows(pointer, row_stride, rows, present, K: tl.constexpr, KP: tl.constexpr):
-    """Load 16 keys or queries [16, KP]."""
+    """Load keys or queries [rows, KP]."""
     k = tl.arange(0, KP)
     place = pointer + rows[:, None] * row_stride + k[None, :]
     return tl.load(place, mask=present[:, None] & (k < K)[None, :], other=0.0)
 
 
 @triton.jit
-def norm_factors(rows):
-    """Split 1 / norm of each row into a power of two and a factor in [1, 2), 0 for a norm that overflows."""
-    x = rows.to(tl.float32)
-    factor = tl.math.rsqrt(tl.sum(x * x, 1) + 1e-6)
+def split_factor(factor):
+    """Split a factor into a power of two and a rest in [1, 2), or 0 and 0."""
     # Clearing the mantissa leaves the power of two.
     power = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return power, tl.where(power > 0.0, factor / power, 0.0)
+
+
+@triton.jit
+def norm_factors(rows):
+    """Split 1 / norm of each row into a power of two and a rest in [1, 2), or 0 and 0 for a norm that overflows."""
+    x = rows.to(tl.float32)
+    power, rest = split_factor(tl.math.rsqrt(tl.sum(x * x, 1) + 1e-6))
+    return power, rest
+
+
+@triton.jit
+def diagonal(square):
+    """Return the diagonal of a square matrix."""
+    i = tl.arange(0, square.shape[0])
+    return tl.sum(tl.where(i[:, None] == i[None, :], square, 0.0), 0)
 
 
 @triton.jit
@@ -116,26 +128,26 @@ def scale_rows(rows, power):
 
 
 @triton.jit
-def walk_to_roots(parents, log_decay, nodes, first, N, HV: tl.constexpr, NODES: tl.constexpr):
-    """Walk from each of 16 nodes up to its root.
+def walk_to_roots(parents, log_decay, nodes, parent, own_gate, first, HV: tl.constexpr, NODES: tl.constexpr):
+    """Walk from each of some nodes, with what is loaded already of its parent and gate, up to its root.
 
-    Returns two words of 64 bits that mark the ancestors and the node itself, the sum of the log decays on the way in
-    float64, and the number of ancestors from node `first` on. Differences of such sums keep their digits: in float32
-    they would not (`decays_behind` in `_algebra.py`).
+    Returns two words that mark the ancestors and the node itself, of 32 bits where all nodes fit in one, the sum of the
+    log decays on the way in float64, and the number of ancestors from node `first` on. Differences of such sums keep
+    their digits: in float32 they would not (`decays_behind` in `_algebra.py`).
     """
-    parent = tl.load(parents + nodes, mask=nodes < N, other=-2).to(tl.int32)
-    own_gate = tl.load(log_decay + nodes * HV, mask=nodes < N, other=0.0).to(tl.float32)
+    WORD: tl.constexpr = tl.int32 if NODES <= 32 else tl.int64
+    BITS: tl.constexpr = 31 if NODES <= 32 else 63
     present = parent != -2
-    # The first step needs no loads that wait for others.
     total = tl.where(present, tl.maximum(own_gate, LEAST_GATE), 0.0).to(tl.float64)
     depth = tl.where(present & (nodes >= first), 0, -1)
     current = tl.where(present, parent, -1)
-    own_bit = tl.full([BLOCK], 1, tl.int64) << (nodes & 63).to(tl.int64)
+    one = tl.full([nodes.shape[0]], 1, WORD)
+    own_bit = one << (nodes & BITS).to(WORD)
     low = tl.where(present & (nodes < 64), own_bit, 0)
     high = tl.where(present & (nodes >= 64), own_bit, 0)
     while tl.max(current, 0) >= 0:
         on_path = current >= 0
-        bit = tl.full([BLOCK], 1, tl.int64) << (current & 63).to(tl.int64)
+        bit = one << (current & BITS).to(WORD)
         low = tl.where(on_path & (current < 64), low | bit, low)
         if NODES > 64:
             high = tl.where(current >= 64, high | bit, high)
@@ -153,7 +165,7 @@ def has_bit(low, high, rows, NODES: tl.constexpr):
     word = low[None, :]
     if NODES > 64:
         word = tl.where(row < 64, low[None, :], high[None, :])
-    return ((word >> (row & 63).to(tl.int64)) & 1) != 0
+    return ((word >> (row & (31 if NODES <= 32 else 63)).to(low.dtype)) & 1) != 0
 
 
 @triton.jit
@@ -165,17 +177,17 @@ def sum_after(gate):
 
 @triton.jit
 def unit_upper_inverse(upper, depth, FLOAT32: tl.constexpr):
-    """Invert I + upper for a strictly upper triangular [16, 16] whose column i refers to the ancestors of node i.
+    """Invert I + upper for a strictly upper triangular matrix whose column i refers to the ancestors of node i.
 
     T = I - T upper gives column i from the columns of its ancestors, so a level of the tree is settled a step; columns
     of deeper levels are left alone until their turn, since on the way they could overflow. A series in powers of
     `upper` would be shorter and is off by 1e9 on chains of near-identical keys.
     """
-    row = tl.arange(0, BLOCK)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    identity = tl.where(row == column, 1.0, 0.0)
+    SIZE: tl.constexpr = upper.shape[0]
+    i = tl.arange(0, SIZE)
+    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     inverse = identity
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
+    zeros = tl.zeros([SIZE, SIZE], tl.float32)
     for level in range(1, tl.max(depth, 0) + 1):
         step = identity - dot_split(inverse, upper, zeros, False, False, FLOAT32)
         inverse = tl.where(depth[None, :] == level, step, inverse)

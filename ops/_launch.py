@@ -113,14 +113,6 @@ def commit_options(pseudo_value: Tensor, key: Tensor) -> tuple[tuple[int, int, i
     return (tiles(value_dim, columns), value_heads, batch), head_options(pseudo_value, key) | options
 
 
-def defer_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return grid and options of `tree_defer_kernel`: a program takes four heads, or those that are there."""
-    batch, _, value_heads, value_dim = value.shape
-    heads = 4 if value_heads % 4 == 0 else 1
-    columns = tile_columns(key_dim, value_dim, 8192)
-    return (value_heads // heads, batch), {"V": value_dim, "HEADS": heads, "COLUMNS": columns, "num_warps": 4}
-
-
 def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length: int) -> bool:
     """Tell whether a solve makes its tables where it needs them.
 
@@ -130,31 +122,85 @@ def fits_one_launch(batch: int, value_heads: int, num_nodes: int, prefix_length:
     return few or num_nodes > 4 * _BLOCK or prefix_length > 2 * _BLOCK
 
 
-def solve_options(value: Tensor, key_dim: int, *, has_ring: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return grid and options of `tree_solve_kernel`. Behind a ring there is more to hold in registers."""
+def solve_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return grid and options of `tree_solve_kernel`."""
     batch, _, value_heads, value_dim = value.shape
     columns = tile_columns(key_dim, value_dim, 4096)
-    return (tiles(value_dim, columns), value_heads, batch), {
+    return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
+
+
+def tables_options(
+    value: Tensor, key_dim: int, prefix_length: int, *, has_ring: bool
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return grid and options of `tree_tables_kernel`.
+
+    Behind a ring each tile of a state has a program that appends to the ring, or folds it.
+    """
+    batch, num_nodes, value_heads, value_dim = value.shape
+    blocks = bucket(num_nodes) // _BLOCK
+    columns = tile_columns(key_dim, value_dim, 8192 if blocks == 1 else 4096)
+    takers = value_heads * tiles(value_dim, columns) if has_ring else 0
+    return (blocks * value_heads + takers, batch), {
         "V": value_dim,
+        "NODES": blocks * _BLOCK,
         "COLUMNS": columns,
-        "num_warps": 8 if has_ring else 4,
+        "num_warps": 1 if prefix_length == 0 else 4,
     }
 
 
-def pass_options(value: Tensor, key_dim: int, prefix_length: int) -> tuple[int, dict[str, Any]]:
+def shared_memory() -> int:
+    """Return the bytes of shared memory that a program may have; without a GPU, on the least of those supported."""
+    if not torch.cuda.is_available():
+        return 99 << 10
+    properties = torch.cuda.get_device_properties()
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def pass_options(
+    value: Tensor, heads: dict[str, Any], prefix_length: int, *, has_ring: bool
+) -> tuple[int, dict[str, Any]]:
     """Return the number of tiles, which programs take in turns, and the options of `tree_pass_kernel`.
 
-    Two programs a multiprocessor, each with up to three tiles on their way, kept within 99 KiB of shared memory.
+    Programs have as many tiles on their way as fit: up to two beside the one in work for one block of nodes, one for
+    more blocks, which have more tables.
     """
     batch, num_nodes, value_heads, value_dim = value.shape
-    simple = num_nodes <= _BLOCK and prefix_length == 0 and value.dtype == torch.bfloat16
-    columns = tile_columns(key_dim, value_dim, 4096 if num_nodes > 3 * _BLOCK else 8192)
+    blocks = bucket(num_nodes) // _BLOCK
+    columns = tile_columns(heads["K"], value_dim, 8192)
+    known = _BLOCK if has_ring else prefix_chunks(prefix_length) * _BLOCK
+    state = 4 * heads["KP"] * columns
+    rows = blocks * 2 * row_halves(heads) * _BLOCK * 2 * heads["KP"]
+    tables = blocks * 8 * (known + blocks * _BLOCK) * _BLOCK
+    values = (4 * known + 2 * blocks * _BLOCK) * columns
+    most = 2 if blocks == 1 else 1
+    ahead = min(most, (shared_memory() - 6144) // (state + rows + tables + values))
     return batch * value_heads * tiles(value_dim, columns), {
         "V": value_dim,
         "COLUMNS": columns,
-        "STAGES": 3 if simple else 2,
-        "num_warps": 4 if simple and key_dim > 64 else 8,
+        "NODES": blocks * _BLOCK,
+        "STAGES": ahead + 1,
+        "num_warps": 4,
     }
+
+
+def row_halves(heads: dict[str, Any]) -> int:
+    """Return in how many halves scaled keys and queries come: bfloat16 is exact as it is."""
+    return 1 if heads["KEYS_EXACT"] or heads["FLOAT32"] else 2
+
+
+def workspace(value: Tensor, key: Tensor, heads: dict[str, Any], known: int) -> tuple[Tensor, ...]:
+    """Return empty tensors for what `tree_tables_kernel` writes: scaled rows and their factors, tables and theirs."""
+    batch, num_nodes, value_heads, _ = value.shape
+    blocks = bucket(num_nodes) // _BLOCK
+    halves = 1 if heads["FLOAT32"] else 2
+    dtype = torch.float32 if heads["FLOAT32"] else torch.bfloat16
+    rows = known + blocks * _BLOCK
+    return (
+        key.new_empty(batch, heads["HK"], blocks, 2, row_halves(heads), _BLOCK, heads["KP"], dtype=dtype),
+        key.new_empty(batch, heads["HK"], blocks, 2, _BLOCK, dtype=torch.float32),
+        key.new_empty(batch, value_heads, blocks, 2, halves, rows, _BLOCK, dtype=dtype),
+        key.new_empty(batch, value_heads, blocks, 4 * _BLOCK + known, dtype=torch.float32),
+    )
 
 
 def programs(num_tiles: int) -> tuple[int]:

@@ -1,6 +1,15 @@
-"""The solve of a tree for many programs: tables first, then a pass over the states that finds them ready.
+"""The pass over the states: each tile of a state is read once and meets the tables of its tree.
 
-See `_solve_kernel.py` for the tables, and for the same in one launch.
+With the tables of `_tables_kernel.py`, a block of 16 nodes i and columns v of a value head are six products, where rows
+of earlier blocks are known rows:
+
+    R[i, v] = value[i, v] - (K S)[i, v] a_i - (C known)[i, v]
+    pseudo_value[i, v] = (T R)[i, v] + b_i R[i, v]
+    output[i, v] = f_i (M R + D known)[i, v] + (Q S)[i, v] e_i
+
+Nodes come before columns, though columns would suit the tall side of a tensor core: its asynchronous products wait for
+each other at every step of this chain. With columns first the pass took as long for one block of nodes, and 1.4 times
+as long for three.
 """
 
 # mypy: ignore-errors
@@ -9,165 +18,22 @@ See `_solve_kernel.py` for the tables, and for the same in one launch.
 import triton
 import triton.language as tl
 
-from treewy.ops._kernel_math import (
-    BLOCK,
-    dot_halves,
-    dot_split,
-    halves,
-    load_rows,
-    norm_factors,
-    scale_rows,
-    split,
-    split_half,
-    walk_to_roots,
-)
-from treewy.ops._solve_kernel import block_before, own_block, prefix_chunk, ring_chunk
+from treewy.ops._kernel_math import BLOCK, dot_halves, split, split_state
 
 
 @triton.jit
-def _scale_block(
-    query, key, parents, scaled_rows, row_factors, key_as_used, nodes, N, scale, query_stride, key_stride,
-    HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, L2NORM: tl.constexpr, RAW_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Write keys and queries of a block scaled by powers of two, and the factors that are left."""
-    i = tl.arange(0, BLOCK)
-    k = tl.arange(0, KP)
-    present = tl.load(parents + nodes, mask=nodes < N, other=-2)[:, None] != -2
-    keys = tl.where(present, load_rows(key, key_stride, nodes, nodes < N, K, KP), 0.0)
-    queries = tl.where(present, load_rows(query, query_stride, nodes, nodes < N, K, KP), 0.0)
-    keys_rest = tl.full([BLOCK], 1.0, tl.float32)
-    keys_power, queries_rest, queries_power = keys_rest, keys_rest, keys_rest
-    if L2NORM:
-        keys_power, keys_rest = norm_factors(keys)
-        queries_power, queries_rest = norm_factors(queries)
-        keys = scale_rows(keys, keys_power)
-        queries = scale_rows(queries, queries_power)
-    place = scaled_rows + i[:, None] * KP + k[None, :]
-    tl.store(place, keys)
-    tl.store(place + BLOCK * KP, queries)
-    queries_rest = queries_rest * scale
-    tl.store(row_factors + i, 2.0 * keys_rest)  # the pass reads half the state
-    tl.store(row_factors + BLOCK + i, 2.0 * queries_rest)
-    tl.store(row_factors + 2 * BLOCK + i, queries_rest * queries_power)
-    if RAW_KEYS:
-        tl.store(row_factors + 3 * BLOCK + i, keys_rest * keys_power)
-    else:
-        tl.store(row_factors + 3 * BLOCK + i, tl.full([BLOCK], 1.0, tl.float32))
-        used = keys.to(tl.float32) * keys_rest[:, None]
-        place = key_as_used + nodes[:, None] * (HK * K) + k[None, :]
-        tl.store(place, used, mask=(nodes < N)[:, None] & (k < K)[None, :])
-
-
-@triton.jit
-def _write_tables(
-    block, head, row, query, key, log_decay, beta, parents, prefix_key, prefix_log_decay, prefix_mask,
-    num_known, tables, factors, path_log_decay, N, P, query_stride, key_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr,
-    L2NORM: tl.constexpr, RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, PREFIX_EXACT: tl.constexpr,
-    FLOAT32: tl.constexpr,
-):  # fmt: skip
-    """Write the tables of one block of nodes, for a value head and a row of the batch."""
-    BLOCKS: tl.constexpr = NODES // BLOCK
-    i = tl.arange(0, BLOCK)
-    nodes = i + block * BLOCK
-    key_head = head // (HV // HK)
-    parents += row * N
-    log_decay += row * N * HV + head
-    key += row.to(tl.int64) * N * key_stride + key_head * K
-    query += row.to(tl.int64) * N * query_stride + key_head * K
-    program = ((row * HV + head) * BLOCKS + block).to(tl.int64)
-    tables += program * ((CHUNKS + BLOCKS) * 2 * BLOCK * BLOCK) + i[None, :] * BLOCK + i[:, None]
-    factors += program * (4 * BLOCK) + i
-    keys = load_rows(key, key_stride, nodes, nodes < N, K, KP)
-    queries = load_rows(query, query_stride, nodes, nodes < N, K, KP)
-    strength = tl.load(beta + (row * N + nodes) * HV + head, mask=nodes < N, other=0.0).to(tl.float32)
-    known = i < 0
-    if RAW_KEYS:
-        known = i < tl.load(num_known + row).to(tl.int32)
-        known_keys = load_rows(prefix_key + (row * P * HK + key_head).to(tl.int64) * K, HK * K, i, i < P, K, KP)
-        known_gate = tl.load(prefix_log_decay + (row * P + i) * HV + head, mask=i < P, other=0.0).to(tl.float32)
-    low, high, path_decay, depth = walk_to_roots(parents, log_decay, nodes, block * BLOCK, N, HV, NODES)
-    present = depth >= 0
-    strength = tl.where(present, strength, 0.0)
-    ones = tl.full([BLOCK], 1.0, tl.float32)
-    solution, mix, inverse_norm = own_block(
-        keys, ones, queries, low, high, path_decay, depth, strength, block * BLOCK, NODES, L2NORM, KEYS_EXACT, FLOAT32
-    )
-    own = tables + (CHUNKS + block) * (2 * BLOCK * BLOCK)
-    tl.store(own, solution)
-    tl.store(own + BLOCK * BLOCK, mix)
-    if BLOCKS > 1:
-        for before in range(block - 1, -1, -1):
-            for_keys, for_queries = block_before(
-                keys, inverse_norm, queries, low, high, path_decay, key, log_decay, parents, before, N,
-                key_stride, HV, K, KP, NODES, L2NORM, RAW_KEYS, KEYS_EXACT, FLOAT32,
-            )  # fmt: skip
-            earlier = tables + (CHUNKS + before) * (2 * BLOCK * BLOCK)
-            tl.store(earlier, for_keys)
-            tl.store(earlier + BLOCK * BLOCK, for_queries)
-    if RAW_KEYS:
-        for_keys, for_queries, path_decay = ring_chunk(
-            keys, inverse_norm, queries, present, path_decay, known_keys, known_gate, known, KEYS_EXACT, FLOAT32
-        )
-        tl.store(tables, for_keys)
-        tl.store(tables + BLOCK * BLOCK, for_queries)
-    else:
-        for chunk in range(CHUNKS - 1, -1, -1):
-            for_keys, for_queries, path_decay = prefix_chunk(
-                keys, inverse_norm, queries, present, path_decay,
-                prefix_key + (row * P * HK + key_head).to(tl.int64) * K, prefix_log_decay + row * P * HV + head,
-                prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
-            )  # fmt: skip
-            known_rows = tables + chunk * (2 * BLOCK * BLOCK)
-            tl.store(known_rows, for_keys)
-            tl.store(known_rows + BLOCK * BLOCK, for_queries)
-        tl.store(path_log_decay + (row * N + nodes) * HV + head, path_decay.to(tl.float32), mask=nodes < N)
-    tl.store(factors, tl.exp(path_decay.to(tl.float32)))
-    tl.store(factors + BLOCK, present.to(tl.float32))
-    tl.store(factors + 2 * BLOCK, known.to(tl.float32))
-    tl.store(factors + 3 * BLOCK, strength)
-
-
-@triton.jit(do_not_specialize=["N", "P"])
-def tree_tables_kernel(
-    query, key, log_decay, beta, parents, prefix_key, prefix_log_decay, prefix_mask, num_known,
-    scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay, N, P, scale, query_stride, key_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NODES: tl.constexpr, CHUNKS: tl.constexpr,
-    L2NORM: tl.constexpr, RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, PREFIX_EXACT: tl.constexpr,
-    FLOAT32: tl.constexpr,
-):  # fmt: skip
-    """Write what the pass needs of one block of nodes and a row of the batch.
-
-    A program for each value head writes the tables, and one for each key head the scaled keys and queries.
-    """
-    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    BLOCKS: tl.constexpr = NODES // BLOCK
-    i = tl.arange(0, BLOCK)
-    nodes = i + block * BLOCK
-    if head >= HV:
-        key_head = head - HV
-        part = (row * HK + key_head) * BLOCKS + block
-        _scale_block(
-            query + row.to(tl.int64) * N * query_stride + key_head * K,
-            key + row.to(tl.int64) * N * key_stride + key_head * K, parents + row * N,
-            scaled_rows + part.to(tl.int64) * (2 * BLOCK * KP), row_factors + part * (4 * BLOCK),
-            key_as_used + (row.to(tl.int64) * N * HK + key_head) * K, nodes, N, scale, query_stride, key_stride,
-            HK, K, KP, L2NORM, RAW_KEYS,
-        )  # fmt: skip
-    else:
-        _write_tables(
-            block, head, row, query, key, log_decay, beta, parents, prefix_key, prefix_log_decay, prefix_mask,
-            num_known, tables, factors, path_log_decay, N, P, query_stride, key_stride,
-            HK, HV, K, KP, NODES, CHUNKS, L2NORM, RAW_KEYS, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
-        )  # fmt: skip
+def _load_halves(place, size, HALVES: tl.constexpr):
+    """Load the high and the low halves of a table, or what is whole twice."""
+    high = tl.load(place)
+    return high, tl.load(place + size) if HALVES == 2 else high
 
 
 @triton.jit(do_not_specialize=["N", "P", "SCRATCH", "TASKS"])
 def tree_pass_kernel(
-    value, state, slots, prefix_value, scaled_rows, row_factors, tables, factors, output, pseudo_value,
+    value, state, slots, known_value, scaled_rows, row_factors, tables, factors, output, pseudo_value,
     N, P, SCRATCH, TASKS, value_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, COLUMNS: tl.constexpr,
-    NODES: tl.constexpr, CHUNKS: tl.constexpr, RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
+    NODES: tl.constexpr, KNOWN: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
     HAS_SLOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Read each tile of the states once and solve, with tables that are there.
@@ -177,7 +43,10 @@ def tree_pass_kernel(
     """
     BLOCKS: tl.constexpr = NODES // BLOCK
     TILES: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
-    TABLE: tl.constexpr = BLOCK * BLOCK
+    HALVES: tl.constexpr = 1 if FLOAT32 else 2
+    ROW_HALVES: tl.constexpr = 1 if KEYS_EXACT or FLOAT32 else 2
+    TABLE: tl.constexpr = (KNOWN + NODES) * BLOCK
+    FACTORS: tl.constexpr = 4 * BLOCK + KNOWN
     i = tl.arange(0, BLOCK)
     k = tl.arange(0, KP)
     for task in tl.range(tl.program_id(0), TASKS, tl.num_programs(0), num_stages=STAGES):
@@ -193,75 +62,69 @@ def tree_pass_kernel(
             width = tl.where(slot >= 0, V, 0)  # a row without a slot has a state of zeros
         in_state = (columns < width)[None, :] & (k < K)[:, None]
         place = state + (slot.to(tl.int64) * HV + head) * (K * V) + k[:, None] * V + columns[None, :]
-        state_high, state_low = split_half(tl.load(place, mask=in_state, other=0.0).to(tl.float32), FLOAT32)
+        state_high, state_low = split_state(tl.load(place, mask=in_state, other=0.0).to(tl.float32), FLOAT32)
         zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        if RAW_KEYS:
-            ring_place = prefix_value + ((row * P + i[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            known_values = tl.load(ring_place, mask=(i < P)[:, None] & inside, other=0.0)
-            known = tl.load(factors + unit * BLOCKS * (4 * BLOCK) + 2 * BLOCK + i)[:, None] != 0.0
-            known_high, known_low = split(tl.where(known, known_values, 0.0), FLOAT32)
+        if KNOWN > 0:
+            j = tl.arange(0, KNOWN)
+            known_place = known_value + ((row * P + j[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
+            known = tl.load(known_place, mask=(j < P)[:, None] & inside, other=0.0).to(tl.float32)
+            seen = tl.zeros([KNOWN], tl.int1)
+            for block in tl.static_range(BLOCKS):
+                seen = seen | (tl.load(factors + (unit * BLOCKS + block) * FACTORS + 4 * BLOCK + j) != 0.0)
+            # What no node sees may be anything, also not a number.
+            known_high, known_low = split(tl.where(seen[:, None], known, 0.0), FLOAT32)
         solved_before = ()
         for block in tl.static_range(BLOCKS):
             nodes = i + block * BLOCK
-            part = unit * BLOCKS + block
-            row_part = (row * HK + head // (HV // HK)) * BLOCKS + block
-            rows_place = scaled_rows + row_part.to(tl.int64) * (2 * BLOCK * KP) + i[:, None] * KP + k[None, :]
-            keys, keys_low = halves(tl.load(rows_place), KEYS_EXACT, FLOAT32)
-            queries, queries_low = halves(tl.load(rows_place + BLOCK * KP), KEYS_EXACT, FLOAT32)
+            key_part = (row * HK + head // (HV // HK)) * BLOCKS + block
+            rows_place = scaled_rows + key_part.to(tl.int64) * (2 * ROW_HALVES * BLOCK * KP)
+            rows_place += i[:, None] * KP + k[None, :]
+            keys, keys_low = _load_halves(rows_place, BLOCK * KP, ROW_HALVES)
+            queries, queries_low = _load_halves(rows_place + ROW_HALVES * BLOCK * KP, BLOCK * KP, ROW_HALVES)
+            own_factors = factors + (unit * BLOCKS + block) * FACTORS + i
+            own_row_factors = row_factors + key_part * (2 * BLOCK) + i
+            to_state = tl.load(own_factors)[:, None]
+            queries_to_state = (tl.load(own_factors + BLOCK) * tl.load(own_row_factors))[:, None]
+            strength = tl.load(own_factors + 2 * BLOCK)[:, None]
+            present = tl.load(own_factors + 3 * BLOCK)[:, None] != 0.0
+            queries_factor = tl.load(own_row_factors + BLOCK)[:, None]
+            table = tables + (unit * BLOCKS + block).to(tl.int64) * (2 * HALVES * TABLE)
+            own_table = table + i[None, :] * BLOCK + i[:, None]
+            in_tree = (nodes < N)[:, None] & inside
             value_place = value + (row * N + nodes[:, None]).to(tl.int64) * value_stride + head * V + columns[None, :]
-            left = tl.load(value_place, mask=(nodes < N)[:, None] & inside, other=0.0).to(tl.float32)
-            own_factors = factors + part * (4 * BLOCK) + i
-            own_row_factors = row_factors + row_part * (4 * BLOCK) + i
-            decay = tl.load(own_factors)
-            present = tl.load(own_factors + BLOCK)[:, None] != 0.0
-            strength = tl.load(own_factors + 3 * BLOCK)[:, None]
-            to_state = (decay * tl.load(own_row_factors))[:, None]
-            queries_to_state = (decay * tl.load(own_row_factors + BLOCK))[:, None]
-            queries_factor = tl.load(own_row_factors + 2 * BLOCK)[:, None]
-            kept_factor = tl.load(own_row_factors + 3 * BLOCK)[:, None]
-            own = tables + part.to(tl.int64) * ((CHUNKS + BLOCKS) * 2 * TABLE) + i[:, None] * BLOCK + i[None, :]
-            left -= dot_halves(keys, keys_low, state_high, state_low, zeros, KEYS_EXACT, False) * to_state
-            read = dot_halves(queries, queries_low, state_high, state_low, zeros, KEYS_EXACT, False) * queries_to_state
+            left = tl.load(value_place, mask=in_tree, other=0.0).to(tl.float32)
+
+            read = dot_halves(keys, keys_low, state_high, state_low, zeros, KEYS_EXACT, False)
+            left -= read * to_state
+            read = dot_halves(queries, queries_low, state_high, state_low, zeros, KEYS_EXACT, False)
+            read *= queries_to_state
+            explained = zeros
             result = zeros
-            if RAW_KEYS:
-                to_keys, to_keys_low = split(tl.load(own), FLOAT32)
-                to_queries, to_queries_low = split(tl.load(own + TABLE), FLOAT32)
-                left -= dot_halves(to_keys, to_keys_low, known_high, known_low, zeros, False, False)
+            if KNOWN > 0:
+                known_table = table + j[None, :] * BLOCK + i[:, None]
+                to_keys, to_keys_low = _load_halves(known_table, TABLE, HALVES)
+                to_queries, to_queries_low = _load_halves(known_table + HALVES * TABLE, TABLE, HALVES)
+                explained = dot_halves(to_keys, to_keys_low, known_high, known_low, explained, False, False)
                 result = dot_halves(to_queries, to_queries_low, known_high, known_low, result, False, False)
-            else:
-                for chunk in tl.static_range(CHUNKS):
-                    to_keys = tl.load(own + chunk * 2 * TABLE)
-                    to_queries = tl.load(own + (chunk * 2 + 1) * TABLE)
-                    # What no node sees may be anything, also not a number.
-                    marked = tl.max((to_keys != 0.0).to(tl.int32) | (to_queries != 0.0).to(tl.int32), 0) != 0
-                    rows = i + chunk * BLOCK
-                    rows_value = tl.load(
-                        prefix_value + ((row * P + rows[:, None]) * HV + head).to(tl.int64) * V + columns[None, :],
-                        mask=(marked & (rows < P))[:, None] & inside, other=0.0,
-                    ).to(tl.float32)  # fmt: skip
-                    left -= dot_split(to_keys, rows_value, zeros, False, False, FLOAT32)
-                    result = dot_split(to_queries, rows_value, result, False, False, FLOAT32)
             for before in tl.static_range(block):
-                to_keys, to_keys_low = split(tl.load(own + (CHUNKS + before) * 2 * TABLE), FLOAT32)
-                to_queries, to_queries_low = split(tl.load(own + ((CHUNKS + before) * 2 + 1) * TABLE), FLOAT32)
+                earlier = own_table + (KNOWN + before * BLOCK) * BLOCK
+                to_keys, to_keys_low = _load_halves(earlier, TABLE, HALVES)
+                to_queries, to_queries_low = _load_halves(earlier + HALVES * TABLE, TABLE, HALVES)
                 high = solved_before[2 * before]
                 low = solved_before[2 * before + 1]
-                left -= dot_halves(to_keys, to_keys_low, high, low, zeros, False, False)
+                explained = dot_halves(to_keys, to_keys_low, high, low, explained, False, False)
                 result = dot_halves(to_queries, to_queries_low, high, low, result, False, False)
-            left = tl.where(present, left, 0.0)  # inputs and state of padding may be anything
+            left = tl.where(present, left - explained, 0.0)  # inputs and state of padding may be anything
             left_high, left_low = split(left, FLOAT32)
-            solution, solution_low = split(tl.load(own + (CHUNKS + block) * 2 * TABLE), FLOAT32)
-            mix, mix_low = split(tl.load(own + ((CHUNKS + block) * 2 + 1) * TABLE), FLOAT32)
+            own_table += (KNOWN + block * BLOCK) * BLOCK
+            solution, solution_low = _load_halves(own_table, TABLE, HALVES)
+            mix, mix_low = _load_halves(own_table + HALVES * TABLE, TABLE, HALVES)
             # The diagonal is the greatest part, and precise.
-            solved = (
-                dot_halves(solution, solution_low, left_high, left_low, left * strength, False, False) * kept_factor
-            )
-            result = dot_halves(mix, mix_low, left_high, left_low, result, False, False) * queries_factor + read
-            result = tl.where(present & (queries_factor != 0.0), result, 0.0)
+            solved = dot_halves(solution, solution_low, left_high, left_low, left * strength, False, False)
+            result = dot_halves(mix, mix_low, left_high, left_low, result, False, False)
+            result = tl.where(present & (queries_factor != 0.0), result * queries_factor + read, 0.0)
             solved_before = solved_before + split(solved, FLOAT32)
-            output_place = output + ((row * N + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            scratch_place = (
-                pseudo_value + ((row * SCRATCH + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
-            )
-            tl.store(output_place, result.to(output.dtype.element_ty), mask=(nodes < N)[:, None] & inside)
-            tl.store(scratch_place, solved, mask=(nodes < N)[:, None] & inside)
+            place_of_row = ((row * N + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
+            tl.store(output + place_of_row, result.to(output.dtype.element_ty), mask=in_tree)
+            place_of_row = ((row * SCRATCH + nodes[:, None]) * HV + head).to(tl.int64) * V + columns[None, :]
+            tl.store(pseudo_value + place_of_row, solved, mask=in_tree)

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from treewy.ops._kernel_math import BLOCK, dot_split, load_rows, sum_after
+from treewy.ops._kernel_math import BLOCK, dot_split, sum_after
 
 
 @triton.jit
@@ -24,9 +24,9 @@ def load_known_keys(
     HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Return the keys of known rows."""
-    keys = load_rows(ring_key, HK * K, rows, in_ring, K, KP)
-    keys += load_rows(last_key, last_key_stride, node, on_path, K, KP)
-    return keys
+    k = tl.arange(0, KP)[None, :]
+    place = tl.where(in_ring, ring_key + rows * (HK * K), last_key + node * last_key_stride)[:, None] + k
+    return tl.load(place, mask=(in_ring | on_path)[:, None] & (k < K), other=0.0)
 
 
 @triton.jit
@@ -41,12 +41,8 @@ def load_known_values(
     ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV: tl.constexpr, V: tl.constexpr
 ):
     """Return a tile of the pseudo-values of known rows."""
-    values = tl.load(
-        ring_value + rows[:, None] * (HV * V) + columns[None, :], mask=in_ring[:, None] & inside, other=0.0
-    )
-    return values + tl.load(
-        last_value + node[:, None] * (HV * V) + columns[None, :], mask=on_path[:, None] & inside, other=0.0
-    )
+    place = tl.where(in_ring, ring_value + rows * (HV * V), last_value + node * (HV * V))[:, None] + columns[None, :]
+    return tl.load(place, mask=(in_ring | on_path)[:, None] & inside, other=0.0)
 
 
 @triton.jit
@@ -55,21 +51,19 @@ def fold(
     last_key_stride, columns, inside, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Write known rows into a tile of the state, 32 keys' channels at a time: whole, it would crowd out the solve."""
-    SLICE: tl.constexpr = 32
+    """Write known rows into a tile of the state, as many channels of the keys at a time as registers hold easily."""
+    SLICE: tl.constexpr = 2048 // columns.shape[0] if columns.shape[0] <= 128 else 16
     for chunk in range(0, tl.cdiv(num_rows, BLOCK)):
         rows, in_ring, on_path, node = locate_known_rows(path, chunk, num_known, num_rows)
         values = load_known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
         gate = load_known_gates(ring_log_decay, last_log_decay, rows, in_ring, on_path, node, HV)
         values = values * tl.exp(sum_after(gate))[:, None]
         decay = tl.exp(tl.sum(gate, 0))
+        key_rows = tl.where(in_ring, ring_key + rows * (HK * K), last_key + node * last_key_stride)
         for first in range(0, K, SLICE):
             k = tl.arange(0, SLICE) + first
             within = (k < K)[:, None]
-            keys = tl.load(ring_key + rows[None, :] * (HK * K) + k[:, None], mask=in_ring[None, :] & within, other=0.0)
-            keys += tl.load(
-                last_key + node[None, :] * last_key_stride + k[:, None], mask=on_path[None, :] & within, other=0.0
-            )
+            keys = tl.load(key_rows[None, :] + k[:, None], mask=(in_ring | on_path)[None, :] & within, other=0.0)
             place = state + k[:, None] * V + columns[None, :]
             old = tl.load(place, mask=inside & within, other=0.0).to(tl.float32)
             new = old * decay + dot_split(

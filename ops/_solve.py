@@ -31,7 +31,8 @@ by index, so G_i - G_j = sum_{k > j} A[i, k] g[k], summed as such (see `decays_b
 exponential and never positive, so nothing overflows; inputs of padding are replaced by 0 before they are used, since a
 product with a mask would let NaN through.
 
-On CUDA the kernels of `_solve_kernel.py` and `_pass_kernel.py` do this; `_launch.py` chooses between them.
+On CUDA the kernels of `_solve_kernel.py` do this in one launch, or those of `_tables_kernel.py` and `_pass_kernel.py`
+in two; `_launch.py` chooses between them.
 """
 
 import importlib.util
@@ -53,6 +54,8 @@ from treewy.ops._launch import (
     rows_contiguous,
     solve_kernels_apply,
     solve_options,
+    tables_options,
+    workspace,
 )
 from treewy.ops._registration import tree_op
 from treewy.ops._tree import PADDING, ancestor_mask
@@ -67,8 +70,9 @@ from treewy.ops._validation import (
 )
 
 if importlib.util.find_spec("triton") is not None:
-    from treewy.ops._pass_kernel import tree_pass_kernel, tree_tables_kernel
+    from treewy.ops._pass_kernel import tree_pass_kernel
     from treewy.ops._solve_kernel import tree_solve_kernel
+    from treewy.ops._tables_kernel import tree_tables_kernel
 
 
 def _l2norm(x: Tensor) -> Tensor:
@@ -165,7 +169,7 @@ def _tree_wy_solve(
     if not solve_kernels_apply(value, query, key, log_decay, beta, committed_state, *prefix[:3]):
         return _reference(*inputs, *prefix, scale, qk_l2norm)
     batch, num_nodes, value_heads, value_dim = value.shape
-    key_heads, key_dim = key.shape[2:]
+    key_dim = key.shape[3]
     prefix_length = prefix_key.shape[1]
     check_kernel_limits("value", num_nodes, key_dim, value_dim)
     value, query, key = row_strided(value), row_strided(query), row_strided(key)
@@ -176,54 +180,49 @@ def _tree_wy_solve(
     key_as_used = key.new_empty(key.shape, dtype=torch.float32)
     path_log_decay = log_decay.new_empty(log_decay.shape, dtype=torch.float32)
     heads = head_options(value, key, query)
-    shared = heads | {"NODES": bucket(num_nodes), "CHUNKS": prefix_chunks(prefix_length), "RAW_KEYS": False}
     precision = {"L2NORM": qk_l2norm, "PREFIX_EXACT": prefix_key.dtype == torch.bfloat16}
     strides = (query.stride(1), key.stride(1))
     if fits_one_launch(batch, value_heads, num_nodes, prefix_length):
-        grid, options = solve_options(value, key_dim, has_ring=False)
+        grid, options = solve_options(value, key_dim)
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state, parents, parents, known_value, known_key, known_decay, mask),
             # There is no ring.
             *(pseudo_value, key, pseudo_value, parents, key, pseudo_value, parents, parents, parents),
             *(output, pseudo_value, key_as_used, path_log_decay),
             *(num_nodes, prefix_length, num_nodes, num_nodes, scale, value.stride(1), *strides, 0),
+            NODES=bucket(num_nodes),
+            CHUNKS=prefix_chunks(prefix_length),
             RING=16,
             HAS_SLOTS=False,
-            **shared,
+            RAW_KEYS=False,
+            **heads,
             **precision,
             **options,
         )
         return output, pseudo_value, key_as_used, path_log_decay
-    blocks = shared["NODES"] // 16
-    row_dtype = torch.bfloat16 if heads["KEYS_EXACT"] and not heads["FLOAT32"] else torch.float32
-    scaled_rows = key.new_empty(batch, key_heads, blocks, 2, 16, heads["KP"], dtype=row_dtype)
-    tables = pseudo_value.new_empty(batch, value_heads, blocks, shared["CHUNKS"] + blocks, 2, 16, 16)
-    factors = pseudo_value.new_empty(batch, value_heads, blocks, 4, 16)
-    row_factors = pseudo_value.new_empty(batch, key_heads, blocks, 4, 16)
-    wrap_triton(tree_tables_kernel)[(blocks, value_heads + key_heads, batch)](
-        *(query, key, log_decay, beta, parents, known_key, known_decay, mask, parents),
-        *(
-            scaled_rows,
-            row_factors,
-            tables,
-            factors,
-            key_as_used,
-            path_log_decay,
-            num_nodes,
-            prefix_length,
-            scale,
-            *strides,
-        ),
-        num_warps=1 if prefix_length == 0 else 4,
-        **shared,
-        **precision,
-    )
-    num_tiles, options = pass_options(value, key_dim, prefix_length)
-    wrap_triton(tree_pass_kernel)[programs(num_tiles)](
-        *(value, state, parents, known_value, scaled_rows, row_factors, tables, factors, output, pseudo_value),
-        *(num_nodes, prefix_length, num_nodes, num_tiles, value.stride(1)),
+    known = prefix_chunks(prefix_length) * 16
+    tables = workspace(value, key, heads, known)
+    tables_grid, options = tables_options(value, key_dim, prefix_length, has_ring=False)
+    wrap_triton(tree_tables_kernel)[tables_grid](
+        *(query, key, log_decay, beta, parents, known_key, known_decay, mask),
+        # There is no ring.
+        *(state, parents, pseudo_value, parents, pseudo_value, key, log_decay, parents, parents, parents),
+        *(*tables, key_as_used, path_log_decay),
+        *(num_nodes, prefix_length, num_nodes, num_nodes, scale, *strides, 0),
+        KNOWN=known,
         HAS_SLOTS=False,
-        **shared,
+        RAW_KEYS=False,
+        **heads,
+        **precision,
+        **options,
+    )
+    num_tiles, options = pass_options(value, heads, prefix_length, has_ring=False)
+    wrap_triton(tree_pass_kernel)[programs(num_tiles)](
+        *(value, state, parents, known_value, *tables, output, pseudo_value),
+        *(num_nodes, prefix_length, num_nodes, num_tiles, value.stride(1)),
+        KNOWN=known,
+        HAS_SLOTS=False,
+        **heads,
         **options,
     )
     return output, pseudo_value, key_as_used, path_log_decay

@@ -44,7 +44,7 @@ def coefficients(
 
     Rows of padding may hold anything: each product has one row of either side, and is dropped where it is not marked.
     """
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
+    zeros = tl.zeros([rows.shape[0], keys.shape[0]], tl.float32)
     decay = decay * rows_factor[:, None]
     for_keys = dot_split(rows, tl.trans(keys), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
     for_queries = dot_split(rows, tl.trans(queries), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
@@ -53,33 +53,27 @@ def coefficients(
 
 @triton.jit
 def own_block(
-    keys, keys_factor, queries, low, high, path_decay, depth, strength, first,
-    NODES: tl.constexpr, FIND_NORMS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
+    products, for_queries, keys_factor, low, high, path_decay, depth, strength, first,
+    NODES: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return T b, without its diagonal b, and M of a block of nodes, transposed; and the factor of each key.
+    """Return T b, without its diagonal b, and M of a block of nodes, transposed.
 
-    With `FIND_NORMS` the factors are 1 / norm, from the diagonal of the keys' inner products. A norm that overflows
-    leaves a factor of 0, and neither row nor column.
+    Takes the products of keys and of keys with queries. A key whose norm overflows has a factor of 0, and neither row
+    nor column.
     """
-    row = tl.arange(0, BLOCK)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    products = dot_split(keys, tl.trans(keys), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
-    for_queries = dot_split(keys, tl.trans(queries), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
-    rows_factor = keys_factor
-    if FIND_NORMS:
-        squares = tl.where(row == column, products, 0.0)
-        keys_factor = tl.math.rsqrt(tl.sum(squares, 0) + 1e-6)
-        rows_factor = tl.math.rsqrt(tl.sum(squares, 1) + 1e-6)
-    marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES) & (rows_factor > 0.0)[:, None]
-    decay = tl.exp(tl.minimum((path_decay[None, :] - path_decay[:, None]).to(tl.float32), 0.0)) * rows_factor[:, None]
+    SIZE: tl.constexpr = products.shape[0]
+    row = tl.arange(0, SIZE)[:, None]
+    column = tl.arange(0, SIZE)[None, :]
+    marked = has_bit(low, high, tl.arange(0, SIZE) + first, NODES) & (keys_factor > 0.0)[:, None]
+    behind = (path_decay[None, :] - path_decay[:, None]).to(tl.float32)
+    decay = tl.exp(tl.minimum(behind, 0.0)) * keys_factor[:, None]
     for_queries = tl.where(marked, for_queries * decay, 0.0)
     between = marked & (row < column) & (keys_factor > 0.0)[None, :]
     for_keys = tl.where(between, products * (decay * (keys_factor * strength)[None, :]), 0.0)
     inverse = unit_upper_inverse(for_keys, depth, FLOAT32)
     solution = inverse * strength[:, None]
-    mix = dot_split(solution, for_queries, zeros, False, False, FLOAT32)
-    return tl.where(row == column, 0.0, solution), mix, keys_factor
+    mix = dot_split(solution, for_queries, tl.zeros([SIZE, SIZE], tl.float32), False, False, FLOAT32)
+    return tl.where(row == column, 0.0, solution), mix
 
 
 @triton.jit
@@ -90,7 +84,9 @@ def block_before(
 ):  # fmt: skip
     """Return C and Q of an earlier block of nodes, transposed."""
     nodes = tl.arange(0, BLOCK) + before * BLOCK
-    _, _, rows_decay, _ = walk_to_roots(parents, log_decay, nodes, 0, N, HV, NODES)
+    parent = tl.load(parents + nodes, mask=nodes < N, other=-2).to(tl.int32)
+    own_gate = tl.load(log_decay + nodes * HV, mask=nodes < N, other=0.0).to(tl.float32)
+    _, _, rows_decay, _ = walk_to_roots(parents, log_decay, nodes, parent, own_gate, 0, HV, NODES)
     behind = (path_decay[None, :] - rows_decay[:, None]).to(tl.float32)
     marked = has_bit(low, high, nodes, NODES)
     rows = load_rows(key, key_stride, nodes, nodes < N, K, KP)
@@ -109,7 +105,7 @@ def prefix_chunk(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KEYS_EXACT: tl.constexpr,
     PREFIX_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Return C and Q of 16 rows of the prefix, transposed, and the log decays with them.
+    """Return C and Q of 16 rows of the prefix, transposed, the log decays with them, and which rows a node sees.
 
     The log decays behind a row are summed as such, shifted by one row, in numbers of one sign.
     """
@@ -124,31 +120,45 @@ def prefix_chunk(
     behind = tl.cumsum(tl.where(marked_after, gate_after[:, None], 0.0), 0, reverse=True)
     decay = tl.exp(behind + path_decay.to(tl.float32)[None, :])
     path_decay += tl.sum(tl.where(marked, gate[:, None], 0.0), 0).to(tl.float64)
-    prefix_keys = load_rows(prefix_key, HK * K, rows, tl.max(marked.to(tl.int32), 1) != 0, K, KP)
+    seen = tl.max(marked.to(tl.int32), 1) != 0
+    prefix_keys = load_rows(prefix_key, HK * K, rows, seen, K, KP)
     ones = tl.full([BLOCK], 1.0, tl.float32)
     marked = marked & (keys_factor > 0.0)[None, :]
     for_keys, for_queries = coefficients(
         prefix_keys, ones, keys, keys_factor, queries, decay, marked, PREFIX_EXACT, KEYS_EXACT, FLOAT32
     )
-    return for_keys, for_queries, path_decay
+    return for_keys, for_queries, path_decay, seen
 
 
 @triton.jit
-def ring_chunk(
-    keys, keys_factor, queries, present, path_decay, rows, gate, known, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr
-):
+def ring_chunk(products, for_queries, keys_factor, present, path_decay, gate, known):
     """Return C and Q of known rows that every node follows, transposed, and the log decays with them.
 
-    Rows that are not known may hold anything.
+    Takes the products of those rows with keys and queries. Rows that are not known may hold anything.
     """
     gate = tl.where(known, gate, 0.0)
-    ones = tl.full([BLOCK], 1.0, tl.float32)
     decay = tl.exp(sum_after(gate)[:, None] + path_decay.to(tl.float32)[None, :])
     marked = (present & (keys_factor > 0.0))[None, :] & known[:, None]
-    for_keys, for_queries = coefficients(
-        rows, ones, keys, keys_factor, queries, decay, marked, KEYS_EXACT, KEYS_EXACT, FLOAT32
-    )
+    for_keys = tl.where(marked, products * (decay * keys_factor[None, :]), 0.0)
+    for_queries = tl.where(marked, for_queries * decay, 0.0)
     return for_keys, for_queries, path_decay + tl.sum(gate, 0).to(tl.float64)
+
+
+@triton.jit
+def _load_nodes(
+    value, query, key, log_decay, beta, parents, nodes, columns, inside, N, value_stride, query_stride, key_stride,
+    HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Load all that nodes bring along."""
+    within = nodes < N
+    keys = load_rows(key, key_stride, nodes, within, K, KP)
+    queries = load_rows(query, query_stride, nodes, within, K, KP)
+    place = value + nodes[:, None] * value_stride + columns[None, :]
+    values = tl.load(place, mask=within[:, None] & inside, other=0.0).to(tl.float32)
+    strength = tl.load(beta + nodes * HV, mask=within, other=0.0).to(tl.float32)
+    parent = tl.load(parents + nodes, mask=within, other=-2).to(tl.int32)
+    gate = tl.load(log_decay + nodes * HV, mask=within, other=0.0).to(tl.float32)
+    return keys, queries, values, strength, parent, gate
 
 
 @triton.jit(do_not_specialize=["N", "P", "LAST", "SCRATCH"])
@@ -193,6 +203,10 @@ def tree_solve_kernel(
     log_decay += row * N * HV + head
     beta += row * N * HV + head
 
+    raw_keys, raw_queries, values, strength, parent, own_gate = _load_nodes(
+        value, query, key, log_decay, beta, parents, i, columns, inside, N,
+        value_stride, query_stride, key_stride, HV, K, KP,
+    )  # fmt: skip
     if RAW_KEYS:
         known = tl.minimum(tl.load(num_known + row).to(tl.int32), RING)  # whatever comes in, reads stay in the ring
         num_rows = known + tl.load(path_length + row).to(tl.int32)
@@ -218,15 +232,19 @@ def tree_solve_kernel(
             tl.store(place, known_values, mask=on_path[:, None] & inside)
         tl.debug_barrier()  # the last tree's rows have been read: the scratch may be written
 
+    square = tl.zeros([BLOCK, BLOCK], tl.float32)
     for block in range(BLOCKS):
         nodes = i + block * BLOCK
-        keys = load_rows(key, key_stride, nodes, nodes < N, K, KP)
-        queries = load_rows(query, query_stride, nodes, nodes < N, K, KP)
-        values = tl.load(
-            value + nodes[:, None] * value_stride + columns[None, :], mask=(nodes < N)[:, None] & inside, other=0.0
-        ).to(tl.float32)
-        strength = tl.load(beta + nodes * HV, mask=nodes < N, other=0.0).to(tl.float32)
-        low, high, path_decay, depth = walk_to_roots(parents, log_decay, nodes, block * BLOCK, N, HV, NODES)
+        if BLOCKS > 1:
+            raw_keys, raw_queries, values, strength, parent, own_gate = _load_nodes(
+                value, query, key, log_decay, beta, parents, nodes, columns, inside, N,
+                value_stride, query_stride, key_stride, HV, K, KP,
+            )  # fmt: skip
+        keys = raw_keys
+        queries = raw_queries
+        low, high, path_decay, depth = walk_to_roots(
+            parents, log_decay, nodes, parent, own_gate, block * BLOCK, HV, NODES
+        )
         present = depth >= 0
         strength = tl.where(present, strength, 0.0)
         keys_rest = tl.full([BLOCK], 1.0, tl.float32)
@@ -249,10 +267,11 @@ def tree_solve_kernel(
         else:  # scaled ones are float32, and products of float16 are precise
             keys_factor = keys_rest * keys_power
             queries_factor = queries_rest * queries_power
-        solution, mix, _ = own_block(
-            keys, keys_factor, queries, low, high, path_decay, depth, strength, block * BLOCK,
-            NODES, False, KEYS_EXACT, FLOAT32,
-        )  # fmt: skip
+        products = dot_split(keys, tl.trans(keys), square, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+        for_queries = dot_split(keys, tl.trans(queries), square, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+        solution, mix = own_block(
+            products, for_queries, keys_factor, low, high, path_decay, depth, strength, block * BLOCK, NODES, FLOAT32
+        )
         solution = tl.trans(solution)
         mix = tl.trans(mix)
 
@@ -281,17 +300,18 @@ def tree_solve_kernel(
                     if head % (HV // HK) == 0:
                         place = ring_key + rows[:, None] * (HK * K) + k[None, :]
                         tl.store(place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
+                products = dot_split(known_keys, tl.trans(keys), square, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+                for_queries = dot_split(known_keys, tl.trans(queries), square, KEYS_EXACT, KEYS_EXACT, FLOAT32)
                 for_keys, for_queries, path_decay = ring_chunk(
-                    keys, keys_factor, queries, present, path_decay, known_keys, gate, in_ring | on_path,
-                    KEYS_EXACT, FLOAT32,
-                )  # fmt: skip
+                    products, for_queries, keys_factor, present, path_decay, gate, in_ring | on_path
+                )
                 for_keys = tl.trans(for_keys)
                 for_queries = tl.trans(for_queries)
                 known_to_keys = dot_split(for_keys, known_values, known_to_keys, False, False, FLOAT32)
                 known_to_queries = dot_split(for_queries, known_values, known_to_queries, False, False, FLOAT32)
         else:
             for chunk in range(CHUNKS - 1, -1, -1):
-                for_keys, for_queries, path_decay = prefix_chunk(
+                for_keys, for_queries, path_decay, seen = prefix_chunk(
                     keys, keys_factor, queries, present, path_decay,
                     prefix_key + (row * P * HK + key_head).to(tl.int64) * K, prefix_log_decay + row * P * HV + head,
                     prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
@@ -300,7 +320,6 @@ def tree_solve_kernel(
                 for_queries = tl.trans(for_queries)
                 rows = i + chunk * BLOCK
                 # What no node sees may be anything, also not a number.
-                seen = tl.max((for_keys != 0.0).to(tl.int32) | (for_queries != 0.0).to(tl.int32), 0) != 0
                 known_values = tl.load(
                     prefix_value + ((row * P + rows[:, None]) * HV + head).to(tl.int64) * V + columns[None, :],
                     mask=(seen & (rows < P))[:, None] & inside, other=0.0,

@@ -25,9 +25,9 @@ from torch.library import wrap_triton
 
 from treewy.ops._commit import _tree_wy_commit_
 from treewy.ops._launch import (
+    LARGEST_TREE,
     bucket,
     check_kernel_limits,
-    defer_options,
     fits_one_launch,
     head_options,
     pass_options,
@@ -36,6 +36,8 @@ from treewy.ops._launch import (
     rows_contiguous,
     solve_kernels_apply,
     solve_options,
+    tables_options,
+    workspace,
 )
 from treewy.ops._registration import tree_op
 from treewy.ops._solve import _reference as _solve_reference
@@ -49,9 +51,9 @@ from treewy.ops._validation import (
 )
 
 if importlib.util.find_spec("triton") is not None:
-    from treewy.ops._commit_kernel import tree_defer_kernel
-    from treewy.ops._pass_kernel import tree_pass_kernel, tree_tables_kernel
+    from treewy.ops._pass_kernel import tree_pass_kernel
     from treewy.ops._solve_kernel import tree_solve_kernel
+    from treewy.ops._tables_kernel import tree_tables_kernel
 
 
 def _take_path_(
@@ -76,8 +78,11 @@ def _take_path_(
         rows.append(
             both.gather(1, source.reshape(*source.shape, *[1] * (ours.ndim - 2)).expand(-1, -1, *ours.shape[2:]))
         )
-    chain = (position - 1).masked_fill(position >= total[:, None], -2)
-    _tree_wy_commit_(state_pool, slots, *rows, chain, torch.where(fits, -1, total - 1))
+    for first in range(0, size + longest, LARGEST_TREE):
+        part = slice(first, first + LARGEST_TREE)
+        chain = (position - first - 1).masked_fill(position >= total[:, None], -2)[:, part]
+        last_row = (total - first).clamp(0, chain.shape[1]) - 1
+        _tree_wy_commit_(state_pool, slots, *(x[:, part] for x in rows), chain, torch.where(fits, -1, last_row))
     appended = (position >= num_known[:, None]) & (position < total[:, None]) & fits[:, None]
     for ours, new in zip(ring, rows, strict=True):
         mask = appended[:, :size].reshape(*appended[:, :size].shape, *[1] * (ours.ndim - 2))
@@ -149,7 +154,7 @@ def _tree_wy_verify_(
             *(path, path_length, scale, qk_l2norm),
         )
     batch, num_nodes, value_heads, value_dim = value.shape
-    key_heads, key_dim = key.shape[2:]
+    key_dim = key.shape[3]
     size, last, scratch = ring_key.shape[1], path.shape[1], node_pseudo_value.shape[1]
     check_kernel_limits("value", num_nodes, key_dim, value_dim)
     value, query, key, last_key = row_strided(value), row_strided(query), row_strided(key), row_strided(last_key)
@@ -158,63 +163,47 @@ def _tree_wy_verify_(
     known_after = num_known.new_empty(num_known.shape)
     heads = head_options(value, key, query)
     has_slots = slots.shape[0] != 0
-    shared = heads | {"NODES": bucket(num_nodes), "CHUNKS": 1, "RAW_KEYS": True}
     precision = {"L2NORM": qk_l2norm, "PREFIX_EXACT": True}
     strides = (query.stride(1), key.stride(1))
     if fits_one_launch(batch, value_heads, num_nodes, 0):
-        grid, options = solve_options(value, key_dim, has_ring=True)
+        grid, options = solve_options(value, key_dim)
         wrap_triton(tree_solve_kernel)[grid](
             *(value, query, key, log_decay, beta, state_pool, slots, parents),
             *(node_pseudo_value, key, log_decay, parents),  # there is no prefix
             *(*ring, num_known, last_key, last_log_decay, path, path_length, known_after),
             *(output, node_pseudo_value, node_pseudo_value, node_pseudo_value),
             *(num_nodes, 0, last, scratch, scale, value.stride(1), *strides, last_key.stride(1)),
+            NODES=bucket(num_nodes),
+            CHUNKS=1,
             RING=size,
             HAS_SLOTS=has_slots,
-            **shared,
+            RAW_KEYS=True,
+            **heads,
             **precision,
             **options,
         )
         return output, known_after
-    defer_grid, options = defer_options(value, key_dim)
-    wrap_triton(tree_defer_kernel)[defer_grid](
-        *(state_pool, slots, *ring, num_known, node_pseudo_value, last_key, last_log_decay, path, path_length),
-        *(known_after, last, scratch, last_key.stride(1)),
-        RING=size,
+    tables = workspace(value, key, heads, 16)
+    tables_grid, options = tables_options(value, key_dim, 0, has_ring=True)
+    wrap_triton(tree_tables_kernel)[tables_grid](
+        *(query, key, log_decay, beta, parents, ring_key, ring_log_decay, parents),
+        *(state_pool, slots, ring_pseudo_value, num_known, node_pseudo_value, last_key, last_log_decay),
+        *(path, path_length, known_after, *tables, ring_log_decay, ring_log_decay),
+        *(num_nodes, size, last, scratch, scale, *strides, last_key.stride(1)),
+        KNOWN=16,
         HAS_SLOTS=has_slots,
+        RAW_KEYS=True,
         **heads,
+        **precision,
         **options,
     )
-    blocks = shared["NODES"] // 16
-    row_dtype = torch.bfloat16 if heads["KEYS_EXACT"] and not heads["FLOAT32"] else torch.float32
-    scaled_rows = key.new_empty(batch, key_heads, blocks, 2, 16, heads["KP"], dtype=row_dtype)
-    tables = node_pseudo_value.new_empty(batch, value_heads, blocks, 1 + blocks, 2, 16, 16)
-    factors = node_pseudo_value.new_empty(batch, value_heads, blocks, 4, 16)
-    row_factors = node_pseudo_value.new_empty(batch, key_heads, blocks, 4, 16)
-    wrap_triton(tree_tables_kernel)[(blocks, value_heads + key_heads, batch)](
-        *(query, key, log_decay, beta, parents, ring_key, ring_log_decay, parents, known_after),
-        *(scaled_rows, row_factors, tables, factors, factors, factors, num_nodes, size, scale, *strides),
-        num_warps=1,
-        **shared,
-        **precision,
-    )
-    num_tiles, options = pass_options(value, key_dim, 0)
+    num_tiles, options = pass_options(value, heads, 0, has_ring=True)
     wrap_triton(tree_pass_kernel)[programs(num_tiles)](
-        *(
-            value,
-            state_pool,
-            slots,
-            ring_pseudo_value,
-            scaled_rows,
-            row_factors,
-            tables,
-            factors,
-            output,
-            node_pseudo_value,
-        ),
+        *(value, state_pool, slots, ring_pseudo_value, *tables, output, node_pseudo_value),
         *(num_nodes, size, scratch, num_tiles, value.stride(1)),
+        KNOWN=16,
         HAS_SLOTS=has_slots,
-        **shared,
+        **heads,
         **options,
     )
     return output, known_after

@@ -78,6 +78,7 @@ class Rows:
     def __init__(self, tree: Tree, batch: int, layer: Layer, device: str, *, poisoned: bool = False) -> None:
         self.pool = torch.randn(batch, layer.value_heads, layer.key_dim, layer.value_dim, device=device)
         self.slots = torch.arange(batch, device=device)
+        self.own_slots = self.slots[:0]  # row b's state is in slot b, as in a model's cache
         self.parents = torch.tensor(tree.parents, device=device).repeat(batch, 1)
         self.nodes = draw_nodes(layer, batch, tree.nodes, device)
         # The tree before has the same keys, in a place of its own: the state stays bounded, however often it is folded.
@@ -110,7 +111,17 @@ def verify_round(size: int, rows: Rows, nodes: Nodes, last: Nodes) -> tuple[Tens
     """Return outputs and the number of known rows; commits the path in the last tree."""
     ring = (store[:, :size] for store in rows.ring)
     return tree_wy_verify_(
-        *(rows.pool, rows.slots, *ring, rows.num_known, rows.scratch, *nodes, rows.parents, last.key, last.log_decay),
+        *(
+            rows.pool,
+            rows.own_slots,
+            *ring,
+            rows.num_known,
+            rows.scratch,
+            *nodes,
+            rows.parents,
+            last.key,
+            last.log_decay,
+        ),
         *(rows.path, rows.path_length, nodes.key.shape[3] ** -0.5, True),
     )
 

@@ -93,17 +93,17 @@ def launch_config(policy: str, tree: Tree, batch: int, layer: Layer) -> dict[str
     if policy == "snapshots":
         return {"tree_snapshots_kernel": snapshot_config(batch * layer.value_heads, layer.key_dim, layer.value_dim)}
     value = torch.empty(batch, tree.nodes, layer.value_heads, layer.value_dim, dtype=torch.bfloat16, device="meta")
-    in_one = _launch.fits_one_launch(batch, layer.value_heads, tree.nodes, 0)
-    config = {}
-    if in_one:
-        config["tree_solve_kernel"] = _launch.solve_options(value, layer.key_dim, has_ring=policy != "immediate")[1]
+    key = torch.empty(batch, tree.nodes, layer.key_heads, layer.key_dim, dtype=torch.bfloat16, device="meta")
+    heads, has_ring = _launch.head_options(value, key), policy != "immediate"
+    if _launch.fits_one_launch(batch, layer.value_heads, tree.nodes, 0):
+        config = {"tree_solve_kernel": _launch.solve_options(value, layer.key_dim)[1]}
     else:
-        config["tree_pass_kernel"] = _launch.pass_options(value, layer.key_dim, 0)[1]
+        config = {
+            "tree_tables_kernel": _launch.tables_options(value, layer.key_dim, 0, has_ring=has_ring)[1],
+            "tree_pass_kernel": _launch.pass_options(value, heads, 0, has_ring=has_ring)[1],
+        }
     if policy == "immediate":
-        key = torch.empty(batch, tree.nodes, layer.key_heads, layer.key_dim, device="meta")
-        config["tree_commit_kernel"] = _launch.commit_options(value.float(), key)[1]
-    elif not in_one:
-        config["tree_defer_kernel"] = _launch.defer_options(value, layer.key_dim)[1]
+        config["tree_commit_kernel"] = _launch.commit_options(value.float(), key.float())[1]
     return config
 
 

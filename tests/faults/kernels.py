@@ -10,22 +10,22 @@ KERNELS = [
     Fault(
         "the kernels drop the decay between the nodes of a block",
         "ops/_solve_kernel.py",
-        "decay = tl.exp(tl.minimum((path_decay[None, :] - path_decay[:, None]).to(tl.float32), 0.0)) * rows_factor",
-        "decay = tl.exp(0.0 * (path_decay[None, :] - path_decay[:, None]).to(tl.float32)) * rows_factor",
+        "decay = tl.exp(tl.minimum(behind, 0.0)) * keys_factor[:, None]",
+        "decay = tl.exp(0.0 * behind) * keys_factor[:, None]",
         (_TREES + "[tree and padding-torch.float32]",),
     ),
     Fault(
         "the kernels drop the decay between blocks of nodes",
         "ops/_solve_kernel.py",
-        "decay = tl.exp(tl.minimum(behind, 0.0))",
-        "decay = tl.exp(0.0 * behind)",
+        "decay = tl.exp(tl.minimum(behind, 0.0))\n",
+        "decay = tl.exp(0.0 * behind)\n",
         (_TREES + "[tree of 37-torch.float32]",),
     ),
     Fault(
         "the kernels lose the low half of a number",
         "ops/_kernel_math.py",
-        "return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_half",
-        "return high.to(tl.bfloat16), (x - x).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_half",
+        "return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_state",
+        "return high.to(tl.bfloat16), (x - x).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_state",
         (_TREES + "[tree and padding-torch.bfloat16]",),
     ),
     Fault(
@@ -107,9 +107,9 @@ KERNELS = [
     ),
     Fault(
         "with tables a ring that was folded stays known",
-        "ops/_commit_kernel.py",
-        "tl.store(known_after + row, tl.where(num_rows <= RING, num_rows, 0))",
-        "tl.store(known_after + row, tl.where(num_rows <= RING, num_rows, known))",
+        "ops/_tables_kernel.py",
+        "tl.store(known_after + row, tl.where(fits, num_rows, 0))",
+        "tl.store(known_after + row, tl.where(fits, num_rows, known))",
         (_VERIFY + "[17 rows]",),
     ),
     Fault(
@@ -128,9 +128,9 @@ KERNELS = [
     ),
     Fault(
         "a fold writes the state of its row, not that of its slot",
-        "ops/_commit_kernel.py",
-        "slot = tl.load(slots + row).to(tl.int64)\n        width",
-        "slot = row.to(tl.int64)\n        width",
+        "ops/_tables_kernel.py",
+        "slot = tl.load(slots + row).to(tl.int32)\n            width",
+        "slot = row\n            width",
         (_VERIFY + "[17 rows]",),
     ),
     Fault(
