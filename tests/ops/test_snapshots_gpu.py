@@ -132,7 +132,8 @@ def test_padding_is_inert_whatever_it_holds() -> None:
         assert (result[absent] == 0).all()
 
 
-def test_a_row_has_the_same_bits_alone_and_again() -> None:
+def test_a_row_has_the_same_bits_beside_others_and_again() -> None:
+    """In a batch of the same size: tiles depend on how many states there are, and sums on tiles."""
     trees = (widths(2, 2, 2), chain(15), *(random_tree(15, seed) for seed in range(6, 20)))
     case = OpCase(trees, key_dim=128, value_dim=128, key_heads=16, value_heads=32)
     inputs = snapshot_inputs(case).to(torch.bfloat16, torch.float32)
@@ -140,8 +141,12 @@ def test_a_row_has_the_same_bits_alone_and_again() -> None:
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(whole, launch(inputs), strict=True))
     for row in range(len(trees)):
-        rows = slice(row, row + 1)
-        assert all(torch.equal(a, b[rows]) for a, b in zip(launch(inputs.rows(rows)), whole, strict=True))
+        others = [other for other in range(len(trees)) if other != row]
+        shuffled = inputs._replace(**{name: getattr(inputs, name).clone() for name in inputs._fields[:7]})
+        for x in shuffled[:7]:
+            x[others] = x[others].flip(0)
+        assert all(torch.equal(a[row], b[row]) for a, b in zip(launch(shuffled), whole, strict=True))
+        assert not torch.equal(launch(shuffled)[0], whole[0])
 
 
 def test_a_tree_grown_in_parts_has_the_bits_of_the_tree_at_once() -> None:
