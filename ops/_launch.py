@@ -1,7 +1,8 @@
 """How the kernels of the solve, the round and the commit are launched: tiles, warps and what they cannot do.
 
-The choices are measured, see `docs/benchmarks/ops.json`. They depend on shapes alone: nothing is tuned at run time, and
-a size that is symbolic under `torch.compile` is compared with the ends of its bucket only.
+The choices are measured, see `docs/benchmarks/ops.json`. They depend on shapes and on the GPU's shared memory alone:
+nothing is tuned at run time, and a size that is symbolic under `torch.compile` is compared with the ends of its bucket
+only.
 """
 
 from typing import Any
@@ -149,8 +150,8 @@ def tables_options(
 
 
 def shared_memory() -> int:
-    """Return the bytes of shared memory that a program may have; without a GPU, on the least of those supported."""
-    if not torch.cuda.is_available():
+    """Return the bytes of shared memory that a program may have, on the least GPU supported where CUDA is untouched."""
+    if not torch.cuda.is_initialized():
         return 99 << 10
     properties = torch.cuda.get_device_properties()
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]

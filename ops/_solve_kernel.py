@@ -6,7 +6,7 @@ For a block of 16 nodes with keys k_i, queries q_i and paths that start at state
 
 where j runs over known rows only: those of a prefix or ring and of earlier blocks, with coefficients C and Q. What
 remains is a triangular system of 16 nodes with the inverse T; M = P T b carries its pseudo-values straight into the
-outputs. C, Q, T b and M depend on keys, queries, gates and paths but not on the state. They are tables [i, j].
+outputs. C, Q, T b and M depend on keys, queries, gates and paths but not on the state. They are tables, as [j, i].
 
 `tree_solve_kernel` makes them where it needs them when programs are few, since then every launch counts. With many
 programs each tile of columns would make them again, so `tree_tables_kernel` writes them first.

@@ -78,11 +78,13 @@ def _take_path_(
         rows.append(
             both.gather(1, source.reshape(*source.shape, *[1] * (ours.ndim - 2)).expand(-1, -1, *ours.shape[2:]))
         )
-    for first in range(0, size + longest, LARGEST_TREE):
+    first = 0
+    while first < size + longest:  # a range would fix lengths that are symbolic under torch.compile
         part = slice(first, first + LARGEST_TREE)
         chain = (position - first - 1).masked_fill(position >= total[:, None], -2)[:, part]
         last_row = (total - first).clamp(0, chain.shape[1]) - 1
         _tree_wy_commit_(state_pool, slots, *(x[:, part] for x in rows), chain, torch.where(fits, -1, last_row))
+        first += LARGEST_TREE
     appended = (position >= num_known[:, None]) & (position < total[:, None]) & fits[:, None]
     for ours, new in zip(ring, rows, strict=True):
         mask = appended[:, :size].reshape(*appended[:, :size].shape, *[1] * (ours.ndim - 2))
@@ -188,7 +190,7 @@ def _tree_wy_verify_(
     wrap_triton(tree_tables_kernel)[tables_grid](
         *(query, key, log_decay, beta, parents, ring_key, ring_log_decay, parents),
         *(state_pool, slots, ring_pseudo_value, num_known, node_pseudo_value, last_key, last_log_decay),
-        *(path, path_length, known_after, *tables, ring_log_decay, ring_log_decay),
+        *(path, path_length, known_after, *tables, tables[3], tables[3]),
         *(num_nodes, size, last, scratch, scale, *strides, last_key.stride(1)),
         KNOWN=16,
         HAS_SLOTS=has_slots,
@@ -270,7 +272,8 @@ def tree_wy_verify_(
             view of it.
         slots: `[B]`, integer: the slot of each row; distinct, or -1 for a row without a state, which is taken as 0. Or
             `[0]`: slot b is row b's, which saves a look at memory before each state.
-        ring_pseudo_value: `[B, R, HV, V]`, floating; written in place. R may be 0, and is at most 16 on CUDA.
+        ring_pseudo_value: `[B, R, HV, V]`, in the dtype of `node_pseudo_value`; written in place. R may be 0, and is at
+            most 16 on CUDA.
         ring_key: `[B, R, HK, K]`, in the dtype of `key`; written in place.
         ring_log_decay: `[B, R, HV]`, float32, natural logarithm; written in place.
         num_known: `[B]`, integer: rows in the ring, at its beginning. What lies behind them is not read.
@@ -365,6 +368,11 @@ def tree_wy_verify_(
     for name, tensor in (("ring_key", ring_key), ("last_key", last_key)):
         if tensor.dtype != key.dtype:
             raise ValueError(f"{name} has dtype {tensor.dtype}, expected that of key, {key.dtype}")
+    if ring_pseudo_value.dtype != node_pseudo_value.dtype:
+        raise ValueError(
+            f"ring_pseudo_value has dtype {ring_pseudo_value.dtype}, expected that of node_pseudo_value, "
+            f"{node_pseudo_value.dtype}"
+        )
     if value.device.type == "cuda" and size > 16:
         raise ValueError(f"ring_key has {size} rows, the kernels take up to 16")
     results: tuple[Tensor, Tensor] = _tree_wy_verify_(

@@ -131,7 +131,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("nodes", [9, 20])
 def test_a_row_has_the_bits_that_it_has_alone_and_again(nodes: int) -> None:
-    """Some rows fold, others append; the kernels, in one launch and in three."""
+    """Some rows fold, others append; the kernels, in one launch and in two."""
     run = interpreter()
     engine, tree = rounds.engine_after(Rounds(ring=5, nodes=nodes, number=4, accept_last=True, seed=8))
     values = engine.arguments(tree)
