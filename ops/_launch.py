@@ -151,7 +151,7 @@ def tables_options(
 
 def shared_memory() -> int:
     """Return the bytes of shared memory that a program may have, on the least GPU supported where CUDA is untouched."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 99 << 10
     properties = torch.cuda.get_device_properties()
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
