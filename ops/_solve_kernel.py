@@ -34,6 +34,14 @@ from treewy.ops._kernel_math import (
 )
 from treewy.ops._ring_kernel import fold, load_known_gates, load_known_keys, load_known_values, locate_known_rows
 
+GREATEST = tl.constexpr(3.4028234663852886e38)  # of float32
+
+
+@triton.jit
+def _finite(products):
+    """Replace products of raw keys that overflow: the norm of one side does, and what comes of it is dropped or 0."""
+    return tl.minimum(tl.maximum(products, -GREATEST), GREATEST)
+
 
 @triton.jit
 def coefficients(
@@ -48,7 +56,8 @@ def coefficients(
     decay = decay * rows_factor[:, None]
     for_keys = dot_split(rows, tl.trans(keys), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
     for_queries = dot_split(rows, tl.trans(queries), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
-    return tl.where(marked, for_keys * (decay * keys_factor[None, :]), 0.0), tl.where(marked, for_queries * decay, 0.0)
+    for_keys = _finite(for_keys) * (decay * keys_factor[None, :])
+    return tl.where(marked, for_keys, 0.0), tl.where(marked, _finite(for_queries) * decay, 0.0)
 
 
 @triton.jit
@@ -139,8 +148,8 @@ def ring_chunk(products, for_queries, keys_factor, present, path_decay, gate, kn
     gate = tl.where(known, gate, 0.0)
     decay = tl.exp(sum_after(gate)[:, None] + path_decay.to(tl.float32)[None, :])
     marked = (present & (keys_factor > 0.0))[None, :] & known[:, None]
-    for_keys = tl.where(marked, products * (decay * keys_factor[None, :]), 0.0)
-    for_queries = tl.where(marked, for_queries * decay, 0.0)
+    for_keys = tl.where(marked, _finite(products) * (decay * keys_factor[None, :]), 0.0)
+    for_queries = tl.where(marked, _finite(for_queries) * decay, 0.0)
     return for_keys, for_queries, path_decay + tl.sum(gate, 0).to(tl.float64)
 
 

@@ -151,6 +151,28 @@ def test_a_row_has_the_bits_that_it_has_alone_and_again(nodes: int) -> None:
             assert same(again[written], whole[written])
 
 
+@pytest.mark.parametrize("nodes", [9, 20])
+def test_a_known_key_whose_norm_overflows_counts_as_none(nodes: int) -> None:
+    """Beside keys whose own norms do not, in one launch and in two."""
+    case = Rounds(ring=16, nodes=nodes, number=2, chains=True, dtype=torch.bfloat16)
+    engine, tree = rounds.engine_after(dataclasses.replace(case, batch=3 if nodes == 9 else 40))
+    values = list(engine.arguments(tree))
+    values[5] = torch.full_like(values[5], 2)  # known rows
+    values[16] = torch.zeros_like(values[16])  # and no path
+    for x in values[2:5]:
+        x[:, :2] = x[:, 2:4] = torch.ones_like(x[:, :2])
+    values[2][:, 0] = 0.0
+    values[9] = (values[9].float() * 1e14).bfloat16()
+    results = []
+    for norm in (0.0, 1e25):
+        again = clone(tuple(values))
+        again[3][:, 0] = norm
+        output, _ = interpreter()(ops.tree_wy_verify_, *again)
+        assert output.isfinite().all()
+        results.append(output)
+    assert same(*results)
+
+
 def test_verifying_writes_no_state_where_the_path_fits() -> None:
     engine, tree = rounds.engine_after(Rounds(number=2, nodes=5))
     before = engine.pool.clone()
