@@ -5,9 +5,10 @@ import torch
 from hypothesis import settings
 
 from contract import drafting, family
+from gpu_solves import nan_in_new_memory
 from refusals import compiled, model
 
-__all__ = ["compiled", "drafting", "family", "model"]  # fixtures
+__all__ = ["compiled", "drafting", "family", "model", "nan_in_new_memory"]  # fixtures
 
 torch.set_num_threads(1)
 
