@@ -9,8 +9,8 @@ Keys. Normalised keys would be float32. Scaling a key by a power of two is exact
 power of two below 1 / norm, and the factor that is left, in [1, 2), meets the results. No product can overflow then,
 whatever the norm.
 
-Blocks. Known rows go in blocks of 16, the smallest tile of a tensor core, and so do nodes where a launch makes its own
-tables: earlier blocks then act on a node as known rows do.
+Blocks. Nodes and known rows go in blocks of 16, the smallest tile of a tensor core. Blocks before a node's own act on
+it as known rows.
 """
 
 # mypy: ignore-errors
@@ -113,8 +113,8 @@ def norm_factors(rows):
 
 @triton.jit
 def diagonal(square):
-    """Return the diagonal of a square matrix."""
-    i = tl.arange(0, square.shape[0])
+    """Return the diagonal of a matrix [16, 16]."""
+    i = tl.arange(0, BLOCK)
     return tl.sum(tl.where(i[:, None] == i[None, :], square, 0.0), 0)
 
 
@@ -129,7 +129,7 @@ def scale_rows(rows, power):
 
 @triton.jit
 def walk_to_roots(parents, log_decay, nodes, parent, own_gate, first, HV: tl.constexpr, NODES: tl.constexpr):
-    """Walk from each of some nodes, with what is loaded already of its parent and gate, up to its root.
+    """Walk from each of 16 nodes, with what is loaded already of its parent and gate, up to its root.
 
     Returns two words that mark the ancestors and the node itself, of 32 bits where all nodes fit in one, the sum of the
     log decays on the way in float64, and the number of ancestors from node `first` on. Differences of such sums keep
@@ -141,7 +141,7 @@ def walk_to_roots(parents, log_decay, nodes, parent, own_gate, first, HV: tl.con
     total = tl.where(present, tl.maximum(own_gate, LEAST_GATE), 0.0).to(tl.float64)
     depth = tl.where(present & (nodes >= first), 0, -1)
     current = tl.where(present, parent, -1)
-    one = tl.full([nodes.shape[0]], 1, WORD)
+    one = tl.full([BLOCK], 1, WORD)
     own_bit = one << (nodes & BITS).to(WORD)
     low = tl.where(present & (nodes < 64), own_bit, 0)
     high = tl.where(present & (nodes >= 64), own_bit, 0)
@@ -183,11 +183,10 @@ def unit_upper_inverse(upper, depth, FLOAT32: tl.constexpr):
     of deeper levels are left alone until their turn, since on the way they could overflow. A series in powers of
     `upper` would be shorter and is off by 1e9 on chains of near-identical keys.
     """
-    SIZE: tl.constexpr = upper.shape[0]
-    i = tl.arange(0, SIZE)
+    i = tl.arange(0, BLOCK)
     identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     inverse = identity
-    zeros = tl.zeros([SIZE, SIZE], tl.float32)
+    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     for level in range(1, tl.max(depth, 0) + 1):
         step = identity - dot_split(inverse, upper, zeros, False, False, FLOAT32)
         inverse = tl.where(depth[None, :] == level, step, inverse)

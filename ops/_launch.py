@@ -14,7 +14,7 @@ LARGEST_TREE = 128
 """Nodes that the kernels take: an ancestor is a bit of two words."""
 
 _BLOCK = 16
-_PERSISTENT_PROGRAMS = 264  # two on each of the 132 multiprocessors of an H100 or H200; on others they take more turns
+_PERSISTENT_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200; where fewer fit, some wait
 
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)

@@ -52,7 +52,7 @@ def coefficients(
 
     Rows of padding may hold anything: each product has one row of either side, and is dropped where it is not marked.
     """
-    zeros = tl.zeros([rows.shape[0], keys.shape[0]], tl.float32)
+    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     decay = decay * rows_factor[:, None]
     for_keys = dot_split(rows, tl.trans(keys), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
     for_queries = dot_split(rows, tl.trans(queries), zeros, ROWS_EXACT, KEYS_EXACT, FLOAT32)
@@ -70,10 +70,9 @@ def own_block(
     Takes the products of keys and of keys with queries. A key whose norm overflows has a factor of 0, and neither row
     nor column.
     """
-    SIZE: tl.constexpr = products.shape[0]
-    row = tl.arange(0, SIZE)[:, None]
-    column = tl.arange(0, SIZE)[None, :]
-    marked = has_bit(low, high, tl.arange(0, SIZE) + first, NODES) & (keys_factor > 0.0)[:, None]
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    marked = has_bit(low, high, tl.arange(0, BLOCK) + first, NODES) & (keys_factor > 0.0)[:, None]
     behind = (path_decay[None, :] - path_decay[:, None]).to(tl.float32)
     decay = tl.exp(tl.minimum(behind, 0.0)) * keys_factor[:, None]
     for_queries = tl.where(marked, for_queries * decay, 0.0)
@@ -81,7 +80,7 @@ def own_block(
     for_keys = tl.where(between, products * (decay * (keys_factor * strength)[None, :]), 0.0)
     inverse = unit_upper_inverse(for_keys, depth, FLOAT32)
     solution = inverse * strength[:, None]
-    mix = dot_split(solution, for_queries, tl.zeros([SIZE, SIZE], tl.float32), False, False, FLOAT32)
+    mix = dot_split(solution, for_queries, tl.zeros([BLOCK, BLOCK], tl.float32), False, False, FLOAT32)
     return tl.where(row == column, 0.0, solution), mix
 
 

@@ -103,11 +103,10 @@ def _take_path(
     ring_value += head * V
     last_value += head * V
     if fits:
-        for chunk in range(known // BLOCK, tl.cdiv(num_rows, BLOCK)):
-            rows, _, on_path, node = locate_known_rows(path, chunk, known, num_rows)
-            appended = on_path[:, None] & (columns < V)[None, :]
-            values = tl.load(last_value + node[:, None] * (HV * V) + columns[None, :], mask=appended, other=0.0)
-            tl.store(ring_value + rows[:, None] * (HV * V) + columns[None, :], values, mask=appended)
+        rows, _, on_path, node = locate_known_rows(path, 0, known, num_rows)
+        appended = on_path[:, None] & (columns < V)[None, :]
+        values = tl.load(last_value + node[:, None] * (HV * V) + columns[None, :], mask=appended, other=0.0)
+        tl.store(ring_value + rows[:, None] * (HV * V) + columns[None, :], values, mask=appended)
     else:
         slot = row
         width = V

@@ -110,20 +110,9 @@ class Rows:
 def verify_round(size: int, rows: Rows, nodes: Nodes, last: Nodes) -> tuple[Tensor, Tensor]:
     """Return outputs and the number of known rows; commits the path in the last tree."""
     ring = (store[:, :size] for store in rows.ring)
-    return tree_wy_verify_(
-        *(
-            rows.pool,
-            rows.own_slots,
-            *ring,
-            rows.num_known,
-            rows.scratch,
-            *nodes,
-            rows.parents,
-            last.key,
-            last.log_decay,
-        ),
-        *(rows.path, rows.path_length, nodes.key.shape[3] ** -0.5, True),
-    )
+    stores = (rows.pool, rows.own_slots, *ring, rows.num_known, rows.scratch)
+    accepted = (last.key, last.log_decay, rows.path, rows.path_length)
+    return tree_wy_verify_(*stores, *nodes, rows.parents, *accepted, nodes.key.shape[3] ** -0.5, True)
 
 
 def immediate_round(rows: Rows, nodes: Nodes, last: Nodes) -> tuple[Tensor, None]:
