@@ -195,7 +195,7 @@ def test_the_scratch_of_a_round_holds_both_trees() -> None:
 def test_pseudo_values_of_a_ring_have_the_dtype_of_the_scratch() -> None:
     call = CALLS["tree_wy_verify_"]
     ring = call["ring_pseudo_value"].bfloat16()
-    with pytest.raises(ValueError, match="bfloat16, expected that of node_pseudo_value, torch.float32"):
+    with pytest.raises(ValueError, match=r"bfloat16, expected that of node_pseudo_value, torch\.float32"):
         ops.tree_wy_verify_(**{**call, "ring_pseudo_value": ring})
 
 
