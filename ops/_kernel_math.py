@@ -41,8 +41,12 @@ def split(x, FLOAT32: tl.constexpr):
 
 
 @triton.jit
-def split_state(x, FLOAT32: tl.constexpr):
-    """Return the halves of x up to 2^-16 of its size: the high half is cut off, which is three operations, not five."""
+def cut(x, FLOAT32: tl.constexpr):
+    """Return the halves of x up to 2^-16 of its size: the high half is cut off, which is three operations, not eight.
+
+    Low halves are then up to twice as large and of one sign. Their product is what is dropped, so where both sides of
+    a product are halves one of them is rounded.
+    """
     if FLOAT32:
         return x, x
     else:
@@ -121,41 +125,38 @@ def diagonal(square):
 @triton.jit
 def scale_rows(rows, power):
     """Scale rows by a power of two each: exact in bfloat16; float16 becomes float32, in which it is exact."""
-    scaled = rows.to(tl.float32) * power[:, None]
-    if rows.dtype == tl.bfloat16:
-        scaled = scaled.to(tl.bfloat16)
-    return scaled
+    dtype = rows.dtype if rows.dtype == tl.bfloat16 else tl.float32
+    return rows.to(dtype) * power.to(dtype)[:, None]
 
 
 @triton.jit
-def walk_to_roots(parents, log_decay, nodes, parent, own_gate, first, HV: tl.constexpr, NODES: tl.constexpr):
+def walk_to_roots(parents, log_decay, nodes, parent, own_gate, HV: tl.constexpr, NODES: tl.constexpr):
     """Walk from each of 16 nodes, with what is loaded already of its parent and gate, up to its root.
 
-    Returns two words that mark the ancestors and the node itself, of 32 bits where all nodes fit in one, the sum of the
-    log decays on the way in float64, and the number of ancestors from node `first` on. Differences of such sums keep
-    their digits: in float32 they would not (`decays_behind` in `_algebra.py`).
+    Returns two words that mark the ancestors and the node itself, of 32 bits where all nodes fit in one, and the sum of
+    the log decays on the way in float64. Differences of such sums keep their digits: in float32 they would not
+    (`decays_behind` in `_algebra.py`).
     """
     WORD: tl.constexpr = tl.int32 if NODES <= 32 else tl.int64
     BITS: tl.constexpr = 31 if NODES <= 32 else 63
     present = parent != -2
     total = tl.where(present, tl.maximum(own_gate, LEAST_GATE), 0.0).to(tl.float64)
-    depth = tl.where(present & (nodes >= first), 0, -1)
     current = tl.where(present, parent, -1)
     one = tl.full([BLOCK], 1, WORD)
     own_bit = one << (nodes & BITS).to(WORD)
     low = tl.where(present & (nodes < 64), own_bit, 0)
     high = tl.where(present & (nodes >= 64), own_bit, 0)
     while tl.max(current, 0) >= 0:
-        on_path = current >= 0
-        bit = one << (current & BITS).to(WORD)
-        low = tl.where(on_path & (current < 64), low | bit, low)
-        if NODES > 64:
-            high = tl.where(current >= 64, high | bit, high)
-        gate = tl.load(log_decay + current * HV, mask=on_path, other=0.0).to(tl.float32)
-        total += tl.maximum(gate, LEAST_GATE).to(tl.float64)
-        depth += (current >= first).to(tl.int32)
-        current = tl.load(parents + current, mask=on_path, other=-1).to(tl.int32)
-    return low, high, total, depth
+        for _ in tl.static_range(4):  # a look whether all have arrived takes longer than a step
+            on_path = current >= 0
+            bit = one << (current & BITS).to(WORD)
+            low = tl.where(on_path & (current < 64), low | bit, low)
+            if NODES > 64:
+                high = tl.where(current >= 64, high | bit, high)
+            gate = tl.load(log_decay + current * HV, mask=on_path, other=0.0).to(tl.float32)
+            total += tl.maximum(gate, LEAST_GATE).to(tl.float64)
+            current = tl.load(parents + current, mask=on_path, other=-1).to(tl.int32)
+    return low, high, total
 
 
 @triton.jit
@@ -170,24 +171,33 @@ def has_bit(low, high, rows, NODES: tl.constexpr):
 
 @triton.jit
 def sum_after(gate):
-    """Sum 16 gates behind each one: after[j] = sum_{k > j} gate[k], without a subtraction."""
-    row = tl.arange(0, BLOCK)
+    """Sum the gates behind each one: after[j] = sum_{k > j} gate[k], without a subtraction."""
+    row = tl.arange(0, gate.shape[0])
     return tl.sum(tl.where(row[:, None] > row[None, :], gate[:, None], 0.0), 0)
 
 
 @triton.jit
-def unit_upper_inverse(upper, depth, FLOAT32: tl.constexpr):
-    """Invert I + upper for a strictly upper triangular matrix whose column i refers to the ancestors of node i.
+def unit_upper_inverse(upper, FLOAT32: tl.constexpr):
+    """Invert I + upper for a strictly upper triangular matrix [16, 16].
 
-    T = I - T upper gives column i from the columns of its ancestors, so a level of the tree is settled a step; columns
-    of deeper levels are left alone until their turn, since on the way they could overflow. A series in powers of
-    `upper` would be shorter and is off by 1e9 on chains of near-identical keys.
+    Blocks of 2, 4, 8 and 16 rows and columns in turn, each from the two inverses on its diagonal:
+
+        [A  B]^-1   [A^-1  -A^-1 B C^-1]
+        [0  C]    = [0      C^-1       ]
+
+    Each inverse on the way is that of some of the nodes alone, so it is as small as theirs. A series in powers of
+    `upper` would be shorter still and is off by 1e9 on chains of near-identical keys.
     """
     i = tl.arange(0, BLOCK)
-    identity = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    inverse = identity
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where((i[:, None] ^ 1) == i[None, :], upper, 0.0)
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for level in range(1, tl.max(depth, 0) + 1):
-        step = identity - dot_split(inverse, upper, zeros, False, False, FLOAT32)
-        inverse = tl.where(depth[None, :] == level, step, inverse)
+    high, low = cut(upper, FLOAT32)
+    for log_size in tl.static_range(1, 4):
+        across = ((i[:, None] >> log_size) ^ 1) == (i[None, :] >> log_size)  # B; what mirrors it is zero
+        inverse_high, inverse_low = split(inverse, FLOAT32)
+        across_high = tl.where(across, high, 0.0)
+        across_low = tl.where(across, low, 0.0)
+        step = dot_halves(inverse_high, inverse_low, across_high, across_low, zeros, False, False)
+        step_high, step_low = cut(step, FLOAT32)
+        inverse -= dot_halves(step_high, step_low, inverse_high, inverse_low, zeros, False, False)
     return inverse

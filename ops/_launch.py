@@ -130,23 +130,16 @@ def solve_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int, int], di
     return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
 
 
-def tables_options(
-    value: Tensor, key_dim: int, prefix_length: int, *, has_ring: bool
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return grid and options of `tree_tables_kernel`.
-
-    Behind a ring each tile of a state has a program that appends to the ring, or folds it.
-    """
+def tables_options(value: Tensor, key_dim: int, prefix_length: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return grid and options of `tree_tables_kernel`."""
     batch, num_nodes, value_heads, value_dim = value.shape
     blocks = bucket(num_nodes) // _BLOCK
-    columns = tile_columns(key_dim, value_dim, 8192 if blocks == 1 else 4096)
-    takers = value_heads * tiles(value_dim, columns) if has_ring else 0
-    return (blocks * value_heads + takers, batch), {
-        "V": value_dim,
-        "NODES": blocks * _BLOCK,
-        "COLUMNS": columns,
-        "num_warps": 1 if prefix_length == 0 else 4,
-    }
+    columns = tile_columns(key_dim, value_dim, 8192)
+    # Warps of one program wait for each other, unless they would be alone on their multiprocessor.
+    alone = batch * blocks * value_heads <= _PERSISTENT_PROGRAMS
+    num_warps = 4 if prefix_length != 0 or key_dim > 128 else 2 if alone else 1
+    options = {"V": value_dim, "NODES": blocks * _BLOCK, "COLUMNS": columns, "num_warps": num_warps}
+    return (blocks * value_heads, batch), options
 
 
 def shared_memory() -> int:
@@ -174,7 +167,8 @@ def pass_options(
     tables = blocks * 8 * (known + blocks * _BLOCK) * _BLOCK
     values = (4 * known + 2 * blocks * _BLOCK) * columns
     most = 2 if blocks == 1 else 1
-    ahead = min(most, (shared_memory() - 6144) // (state + rows + tables + values))
+    converted = max(6144, 2048 + 4 * _BLOCK * columns)  # what the compiler takes to change layouts
+    ahead = min(most, (shared_memory() - converted) // (state + rows + tables + values))
     return batch * value_heads * tiles(value_dim, columns), {
         "V": value_dim,
         "COLUMNS": columns,

@@ -10,12 +10,20 @@ from treewy.ops._kernel_math import BLOCK, dot_split, sum_after
 
 
 @triton.jit
-def locate_known_rows(path, chunk, num_known, num_rows):
-    """Return which of 16 known rows are in the ring, which on the accepted path after it, and the path's nodes."""
-    rows = tl.arange(0, BLOCK) + chunk * BLOCK
+def load_path(path, LAST):
+    """Load the beginning of the accepted path, before it is known where the ring has room for it."""
+    i = tl.arange(0, BLOCK)
+    return tl.load(path + i, mask=i < LAST, other=0).to(tl.int32)
+
+
+@triton.jit
+def locate_known_rows(path_nodes, num_known, num_rows):
+    """Return the 16 rows of a ring, which are in it, which on the accepted path after it, and the path's nodes."""
+    rows = tl.arange(0, BLOCK)
     in_ring = rows < num_known
     on_path = (rows >= num_known) & (rows < num_rows)
-    return rows, in_ring, on_path, tl.load(path + rows - num_known, mask=on_path, other=0).to(tl.int32)
+    node = tl.gather(path_nodes, tl.maximum(rows - num_known, 0), 0)
+    return rows, in_ring, on_path, tl.where(on_path, node, 0)
 
 
 @triton.jit
@@ -51,16 +59,24 @@ def fold(
     last_key_stride, columns, inside, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Write known rows into a tile of the state, as many channels of the keys at a time as registers hold easily."""
-    SLICE: tl.constexpr = 2048 // columns.shape[0] if columns.shape[0] <= 128 else 16
-    for chunk in range(0, tl.cdiv(num_rows, BLOCK)):
-        rows, in_ring, on_path, node = locate_known_rows(path, chunk, num_known, num_rows)
+    """Write known rows into a tile of the state.
+
+    Takes 32 rows at a time, since ring and path together often have more than 16 and the state should not come twice;
+    and as many channels of the keys as registers hold easily.
+    """
+    ROWS: tl.constexpr = 2 * BLOCK
+    SLICE: tl.constexpr = max(BLOCK, 1024 // columns.shape[0])
+    for first_row in range(0, num_rows, ROWS):
+        rows = tl.arange(0, ROWS) + first_row
+        in_ring = rows < num_known
+        on_path = (rows >= num_known) & (rows < num_rows)
+        node = tl.load(path + rows - num_known, mask=on_path, other=0).to(tl.int32)
         values = load_known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
         gate = load_known_gates(ring_log_decay, last_log_decay, rows, in_ring, on_path, node, HV)
         values = values * tl.exp(sum_after(gate))[:, None]
         decay = tl.exp(tl.sum(gate, 0))
         key_rows = tl.where(in_ring, ring_key + rows * (HK * K), last_key + node * last_key_stride)
-        for first in range(0, K, SLICE):
+        for first in tl.range(0, K, SLICE):
             k = tl.arange(0, SLICE) + first
             within = (k < K)[:, None]
             keys = tl.load(key_rows[None, :] + k[:, None], mask=(in_ring | on_path)[None, :] & within, other=0.0)

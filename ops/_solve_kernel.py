@@ -23,16 +23,26 @@ import triton.language as tl
 
 from treewy.ops._kernel_math import (
     BLOCK,
+    cut,
+    dot_halves,
     dot_split,
     has_bit,
     load_rows,
     norm_factors,
     scale_rows,
+    split,
     sum_after,
     unit_upper_inverse,
     walk_to_roots,
 )
-from treewy.ops._ring_kernel import fold, load_known_gates, load_known_keys, load_known_values, locate_known_rows
+from treewy.ops._ring_kernel import (
+    fold,
+    load_known_gates,
+    load_known_keys,
+    load_known_values,
+    load_path,
+    locate_known_rows,
+)
 
 GREATEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
@@ -62,7 +72,7 @@ def coefficients(
 
 @triton.jit
 def own_block(
-    products, for_queries, keys_factor, low, high, path_decay, depth, strength, first,
+    products, for_queries, keys_factor, low, high, path_decay, strength, first,
     NODES: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Return T b, without its diagonal b, and M of a block of nodes, transposed.
@@ -78,9 +88,12 @@ def own_block(
     for_queries = tl.where(marked, for_queries * decay, 0.0)
     between = marked & (row < column) & (keys_factor > 0.0)[None, :]
     for_keys = tl.where(between, products * (decay * (keys_factor * strength)[None, :]), 0.0)
-    inverse = unit_upper_inverse(for_keys, depth, FLOAT32)
+    inverse = unit_upper_inverse(for_keys, FLOAT32)
     solution = inverse * strength[:, None]
-    mix = dot_split(solution, for_queries, tl.zeros([BLOCK, BLOCK], tl.float32), False, False, FLOAT32)
+    high, low = cut(solution, FLOAT32)
+    queries_high, queries_low = split(for_queries, FLOAT32)
+    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
+    mix = dot_halves(high, low, queries_high, queries_low, zeros, False, False)
     return tl.where(row == column, 0.0, solution), mix
 
 
@@ -94,7 +107,7 @@ def block_before(
     nodes = tl.arange(0, BLOCK) + before * BLOCK
     parent = tl.load(parents + nodes, mask=nodes < N, other=-2).to(tl.int32)
     own_gate = tl.load(log_decay + nodes * HV, mask=nodes < N, other=0.0).to(tl.float32)
-    _, _, rows_decay, _ = walk_to_roots(parents, log_decay, nodes, parent, own_gate, 0, HV, NODES)
+    _, _, rows_decay = walk_to_roots(parents, log_decay, nodes, parent, own_gate, HV, NODES)
     behind = (path_decay[None, :] - rows_decay[:, None]).to(tl.float32)
     marked = has_bit(low, high, nodes, NODES)
     rows = load_rows(key, key_stride, nodes, nodes < N, K, KP)
@@ -219,6 +232,7 @@ def tree_solve_kernel(
         known = tl.minimum(tl.load(num_known + row).to(tl.int32), RING)  # whatever comes in, reads stay in the ring
         num_rows = known + tl.load(path_length + row).to(tl.int32)
         path += row * LAST
+        path_nodes = load_path(path, LAST)
         ring_value += (row.to(tl.int64) * RING * HV + head) * V
         ring_key += (row.to(tl.int64) * RING * HK + key_head) * K
         ring_log_decay += row * RING * HV + head
@@ -226,7 +240,7 @@ def tree_solve_kernel(
         last_log_decay += row * LAST * HV + head
         if (tile == 0) & (head == 0):
             tl.store(known_after + row, tl.where(num_rows <= RING, num_rows, 0))
-        rows, in_ring, on_path, node = locate_known_rows(path, 0, known, num_rows)
+        rows, in_ring, on_path, node = locate_known_rows(path_nodes, known, num_rows)
         known_values = load_known_values(ring_value, pseudo_value, rows, in_ring, on_path, node, columns, inside, HV, V)
         if num_rows > RING:
             fold(
@@ -250,10 +264,8 @@ def tree_solve_kernel(
             )  # fmt: skip
         keys = raw_keys
         queries = raw_queries
-        low, high, path_decay, depth = walk_to_roots(
-            parents, log_decay, nodes, parent, own_gate, block * BLOCK, HV, NODES
-        )
-        present = depth >= 0
+        low, high, path_decay = walk_to_roots(parents, log_decay, nodes, parent, own_gate, HV, NODES)
+        present = parent != -2
         strength = tl.where(present, strength, 0.0)
         keys_rest = tl.full([BLOCK], 1.0, tl.float32)
         keys_power, queries_rest, queries_power = keys_rest, keys_rest, keys_rest
@@ -278,7 +290,7 @@ def tree_solve_kernel(
         products = dot_split(keys, tl.trans(keys), square, KEYS_EXACT, KEYS_EXACT, FLOAT32)
         for_queries = dot_split(keys, tl.trans(queries), square, KEYS_EXACT, KEYS_EXACT, FLOAT32)
         solution, mix = own_block(
-            products, for_queries, keys_factor, low, high, path_decay, depth, strength, block * BLOCK, NODES, FLOAT32
+            products, for_queries, keys_factor, low, high, path_decay, strength, block * BLOCK, NODES, FLOAT32
         )
         solution = tl.trans(solution)
         mix = tl.trans(mix)

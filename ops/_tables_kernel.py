@@ -8,8 +8,9 @@ Of a value head, a row of the batch and a block of 16 nodes, as [j, i] in halves
 
 and of a key head, keys and queries scaled by powers of two. See `_solve_kernel.py` for the equations.
 
-Behind a ring, the same programs first put the path that was accepted in the last tree where it belongs: they hold its
-keys and gates in any case, and the states are not read before the next launch.
+Behind a ring, the same programs put the path that was accepted in the last tree where it belongs: they hold its keys
+and gates in any case, and the states are not read before the next launch. Programs of their own for this, a tile each,
+took a quarter of the time of a multiprocessor, waiting for one load.
 """
 
 # mypy: ignore-errors
@@ -20,27 +21,35 @@ import triton.language as tl
 
 from treewy.ops._kernel_math import (
     BLOCK,
+    cut,
     diagonal,
     dot_split,
+    halves,
     load_rows,
     norm_factors,
     scale_rows,
-    split,
     split_factor,
     walk_to_roots,
 )
-from treewy.ops._ring_kernel import fold, load_known_gates, load_known_keys, locate_known_rows
+from treewy.ops._ring_kernel import fold, load_known_gates, load_known_keys, load_path, locate_known_rows
 from treewy.ops._solve_kernel import block_before, own_block, prefix_chunk, ring_chunk
 
 
 @triton.jit
-def _store_halves(place, size, x, EXACT: tl.constexpr, FLOAT32: tl.constexpr):
-    """Store x as its two halves, `size` numbers apart; an exact x has one."""
-    if EXACT or FLOAT32:
-        tl.store(place, x.to(place.dtype.element_ty))
-    else:
-        high, low = split(x.to(tl.float32), FLOAT32)
-        tl.store(place, high)
+def _store_rows(place, rows, KP: tl.constexpr, EXACT: tl.constexpr, FLOAT32: tl.constexpr):
+    """Store keys or queries as halves; exact ones have one."""
+    high, low = halves(rows, EXACT, FLOAT32)
+    tl.store(place, high)
+    if not (EXACT or FLOAT32):
+        tl.store(place + BLOCK * KP, low)
+
+
+@triton.jit
+def _store_table(place, size, table, FLOAT32: tl.constexpr):
+    """Store a table as halves, `size` numbers apart. It meets halves that are rounded, so these may be cut."""
+    high, low = cut(table, FLOAT32)
+    tl.store(place, high)
+    if not FLOAT32:
         tl.store(place + size, low)
 
 
@@ -56,7 +65,7 @@ def _write_keys(
     if L2NORM:
         keys = scale_rows(keys, power)
     place = scaled_keys + tl.arange(0, BLOCK)[:, None] * KP + k[None, :]
-    _store_halves(place, BLOCK * KP, keys, KEYS_EXACT, FLOAT32)
+    _store_rows(place, keys, KP, KEYS_EXACT, FLOAT32)
     if not RAW_KEYS:
         used = keys.to(tl.float32) * rest[:, None]
         used_place = key_as_used + nodes[:, None] * (HK * K) + k[None, :]
@@ -79,53 +88,52 @@ def _write_queries(
     tl.store(row_factors + i, rest * scale)
     tl.store(row_factors + BLOCK + i, rest * power * scale)
     place = scaled_queries + i[:, None] * KP + tl.arange(0, KP)[None, :]
-    _store_halves(place, BLOCK * KP, queries, KEYS_EXACT, FLOAT32)
+    _store_rows(place, queries, KP, KEYS_EXACT, FLOAT32)
 
 
 @triton.jit
 def _count_rows(num_known, path_length, P):
-    """Return how many rows are in the ring, how many with the path, and whether the ring holds these."""
+    """Return how many rows are in the ring, and how many with the path."""
     known = tl.minimum(tl.load(num_known).to(tl.int32), P)  # whatever comes in, reads stay in the ring
-    num_rows = known + tl.load(path_length).to(tl.int32)
-    return known, num_rows, num_rows <= P
+    return known, known + tl.load(path_length).to(tl.int32)
 
 
 @triton.jit
 def _take_path(
-    tile, row, state, slots, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay,
-    path, known, num_rows, fits, last_key_stride, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, COLUMNS: tl.constexpr, HAS_SLOTS: tl.constexpr, KEYS_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
+    block, row, head, state, slots, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay,
+    path, path_nodes, known, num_rows, P, last_key_stride, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, HAS_SLOTS: tl.constexpr, KEYS_EXACT: tl.constexpr,
+    FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Append a tile of the path's pseudo-values to the ring, or fold ring and path into a tile of the state."""
-    TILES: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
-    head = tile // TILES
-    columns = (tile % TILES) * COLUMNS + tl.arange(0, COLUMNS)
-    ring_value += head * V
-    last_value += head * V
-    if fits:
-        rows, _, on_path, node = locate_known_rows(path, 0, known, num_rows)
-        appended = on_path[:, None] & (columns < V)[None, :]
-        values = tl.load(last_value + node[:, None] * (HV * V) + columns[None, :], mask=appended, other=0.0)
-        tl.store(ring_value + rows[:, None] * (HV * V) + columns[None, :], values, mask=appended)
+    """Append the path's pseudo-values to the ring, or fold ring and path into the state, which blocks share."""
+    slot = row
+    width = V
+    if HAS_SLOTS:
+        slot = tl.load(slots + row).to(tl.int32)
+        width = tl.where(slot >= 0, V, 0)  # a row without a slot has no state to write
+    state += (slot.to(tl.int64) * HV + head) * (K * V)
+    WIDTH: tl.constexpr = 2 * COLUMNS if V > COLUMNS else COLUMNS  # a copy needs fewer registers than a fold
+    if num_rows <= P:
+        rows, _, on_path, node = locate_known_rows(path_nodes, known, num_rows)
+        for first in range(block * WIDTH, V, BLOCKS * WIDTH):
+            columns = first + tl.arange(0, WIDTH)
+            appended = on_path[:, None] & (columns < V)[None, :]
+            values = tl.load(last_value + node[:, None] * (HV * V) + columns[None, :], mask=appended, other=0.0)
+            tl.store(ring_value + rows[:, None] * (HV * V) + columns[None, :], values, mask=appended)
     else:
-        slot = row
-        width = V
-        if HAS_SLOTS:
-            slot = tl.load(slots + row).to(tl.int32)
-            width = tl.where(slot >= 0, V, 0)  # a row without a slot has no state to write
-        key_head = head // (HV // HK)
-        fold(
-            state + (slot.to(tl.int64) * HV + head) * (K * V), ring_value, ring_key + key_head * K,
-            ring_log_decay + head, last_value, last_key + key_head * K, last_log_decay + head, path,
-            known, num_rows, last_key_stride, columns, (columns < width)[None, :], HK, HV, K, V, KEYS_EXACT, FLOAT32,
-        )  # fmt: skip
+        for first in range(block * COLUMNS, V, BLOCKS * COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            fold(
+                state, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay, path, known,
+                num_rows, last_key_stride, columns, (columns < width)[None, :], HK, HV, K, V, KEYS_EXACT, FLOAT32,
+            )  # fmt: skip
 
 
 @triton.jit
 def _write_tables(
-    block, head, row, query, key, log_decay, beta, parents,
-    prefix_key, prefix_log_decay, prefix_mask, last_key, last_log_decay, path,
-    num_known, path_length, known_after, scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay,
+    block, head, row, query, key, log_decay, beta, parents, prefix_key, prefix_log_decay, prefix_mask,
+    last_key, last_log_decay, path_nodes, num_known, num_rows,
+    scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay,
     N, P, scale, query_stride, key_stride, last_key_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
     NODES: tl.constexpr, KNOWN: tl.constexpr, L2NORM: tl.constexpr, RAW_KEYS: tl.constexpr,
@@ -145,10 +153,6 @@ def _write_tables(
     beta += row * N * HV + head
     key += row.to(tl.int64) * N * key_stride + key_head * K
     query += row.to(tl.int64) * N * query_stride + key_head * K
-    prefix_key += key_head * K
-    prefix_log_decay += head
-    last_key += key_head * K
-    last_log_decay += head
     keys = load_rows(key, key_stride, nodes, nodes < N, K, KP)
     queries = load_rows(query, query_stride, nodes, nodes < N, K, KP)
     parent = tl.load(parents + nodes, mask=nodes < N, other=-2).to(tl.int32)
@@ -158,16 +162,20 @@ def _write_tables(
     strength = tl.where(present, strength, 0.0)
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     if RAW_KEYS:
-        known, num_rows, fits = _count_rows(num_known + row, path_length + row, P)
-        if (head == 0) & (block == 0):
-            tl.store(known_after + row, tl.where(fits, num_rows, 0))
-        known = tl.where(fits, known, 0)
-        num_rows = tl.where(fits, num_rows, 0)
-        rows, in_ring, on_path, node = locate_known_rows(path, 0, known, num_rows)
+        taken = num_rows <= P  # or the state takes all in, and nothing is known
+        rows, in_ring, on_path, node = locate_known_rows(
+            path_nodes, tl.where(taken, num_known, 0), tl.where(taken, num_rows, 0)
+        )
     products = dot_split(keys, tl.trans(keys), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
-    for_queries = dot_split(keys, tl.trans(queries), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
-    if RAW_KEYS and BLOCKS == 1:  # early, where registers allow
+    if RAW_KEYS:
+        # All that is wide comes first, and is let go: registers.
         known_keys = load_known_keys(rows, in_ring, on_path, node, prefix_key, last_key, last_key_stride, HK, K, KP)
+        known_products = dot_split(known_keys, tl.trans(keys), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+        known_for_queries = dot_split(known_keys, tl.trans(queries), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
+        if (block == 0) & (head % (HV // HK) == 0):
+            known_place = prefix_key + rows[:, None] * (HK * K) + k[None, :]
+            tl.store(known_place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
+    for_queries = dot_split(keys, tl.trans(queries), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
     keys_rest = tl.full([BLOCK], 1.0, tl.float32)
     keys_power = keys_rest
     if L2NORM:
@@ -184,33 +192,23 @@ def _write_tables(
     own_factors = factors + part * (4 * BLOCK + KNOWN) + i
     if RAW_KEYS:
         gate = load_known_gates(prefix_log_decay, last_log_decay, rows, in_ring, on_path, node, HV)
-    low, high, path_decay, depth = walk_to_roots(parents, log_decay, nodes, parent, own_gate, block * BLOCK, HV, NODES)
+    low, high, path_decay = walk_to_roots(parents, log_decay, nodes, parent, own_gate, HV, NODES)
     solution, mix = own_block(
-        products, for_queries, keys_factor, low, high, path_decay, depth, strength, block * BLOCK, NODES, FLOAT32
+        products, for_queries, keys_factor, low, high, path_decay, strength, block * BLOCK, NODES, FLOAT32
     )
     own = table + (KNOWN + block * BLOCK) * BLOCK
-    _store_halves(own, TABLE, solution * kept[None, :], False, FLOAT32)
-    _store_halves(own + HALVES * TABLE, TABLE, mix, False, FLOAT32)
+    _store_table(own, TABLE, solution * kept[None, :], FLOAT32)
+    _store_table(own + HALVES * TABLE, TABLE, mix, FLOAT32)
     total_decay = path_decay
     if RAW_KEYS:
-        if BLOCKS > 1:
-            known_keys = load_known_keys(rows, in_ring, on_path, node, prefix_key, last_key, last_key_stride, HK, K, KP)
-        # Keys and queries are read again, from the nearest cache: held until here they cost too many registers.
-        keys = load_rows(key, key_stride, nodes, nodes < N, K, KP)
-        known_products = dot_split(known_keys, tl.trans(keys), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
-        queries = load_rows(query, query_stride, nodes, nodes < N, K, KP)
-        known_for_queries = dot_split(known_keys, tl.trans(queries), zeros, KEYS_EXACT, KEYS_EXACT, FLOAT32)
         to_keys, to_queries, total_decay = ring_chunk(
             known_products, known_for_queries, keys_factor, present, path_decay, gate, in_ring | on_path
         )
-        _store_halves(table, TABLE, to_keys, False, FLOAT32)
-        _store_halves(table + HALVES * TABLE, TABLE, to_queries, False, FLOAT32)
+        _store_table(table, TABLE, to_keys, FLOAT32)
+        _store_table(table + HALVES * TABLE, TABLE, to_queries, FLOAT32)
         tl.store(own_factors + 4 * BLOCK, (in_ring | on_path).to(tl.float32))
         if block == 0:
             tl.store(prefix_log_decay + rows * HV, gate, mask=on_path)
-            if head % (HV // HK) == 0:
-                known_place = prefix_key + rows[:, None] * (HK * K) + k[None, :]
-                tl.store(known_place, known_keys, mask=on_path[:, None] & (k < K)[None, :])
     else:
         for chunk in range(KNOWN // BLOCK - 1, -1, -1):
             to_keys, to_queries, total_decay, seen = prefix_chunk(
@@ -218,14 +216,14 @@ def _write_tables(
                 prefix_mask + row * N * P, chunk, nodes, P, HK, HV, K, KP, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
             )  # fmt: skip
             known_rows = table + chunk * (BLOCK * BLOCK)
-            _store_halves(known_rows, TABLE, to_keys, False, FLOAT32)
-            _store_halves(known_rows + HALVES * TABLE, TABLE, to_queries, False, FLOAT32)
+            _store_table(known_rows, TABLE, to_keys, FLOAT32)
+            _store_table(known_rows + HALVES * TABLE, TABLE, to_queries, FLOAT32)
             tl.store(own_factors + (4 + chunk) * BLOCK, seen.to(tl.float32))
         path_place = path_log_decay + (row * N + nodes) * HV + head
         tl.store(path_place, total_decay.to(tl.float32), mask=nodes < N)
     if BLOCKS > 1:
         for before in range(block - 1, -1, -1):
-            # And again, as above.
+            # Again, from the nearest cache: held until here they cost too many registers.
             own_keys = load_rows(key, key_stride, nodes, nodes < N, K, KP)
             own_queries = load_rows(query, query_stride, nodes, nodes < N, K, KP)
             to_keys, to_queries = block_before(
@@ -233,8 +231,8 @@ def _write_tables(
                 key_stride, HV, K, KP, NODES, L2NORM, RAW_KEYS, KEYS_EXACT, FLOAT32,
             )  # fmt: skip
             earlier = table + (KNOWN + before * BLOCK) * BLOCK
-            _store_halves(earlier, TABLE, to_keys, False, FLOAT32)
-            _store_halves(earlier + HALVES * TABLE, TABLE, to_queries, False, FLOAT32)
+            _store_table(earlier, TABLE, to_keys, FLOAT32)
+            _store_table(earlier + HALVES * TABLE, TABLE, to_queries, FLOAT32)
     decay = tl.exp(total_decay.to(tl.float32))
     tl.store(own_factors, decay * keys_rest)
     tl.store(own_factors + BLOCK, decay)
@@ -269,33 +267,37 @@ def tree_tables_kernel(
     """Write the tables of a block of nodes and a value head, for a row of the batch.
 
     With `RAW_KEYS` the known rows are those of a ring and of an accepted path, which the ring takes in. Where the path
-    does not fit, the state takes in both, and no row is known. Pseudo-values and states are the work of programs behind
-    those of the tables, one a tile. Otherwise the known rows are those of a prefix, by its mask.
+    does not fit, the state takes in both, and no row is known; the programs of a head share the columns of its state.
+    Otherwise the known rows are those of a prefix, by its mask.
     """
-    program, row = tl.program_id(0), tl.program_id(1)
     BLOCKS: tl.constexpr = NODES // BLOCK
-    PROGRAMS: tl.constexpr = BLOCKS * HV
+    block, head, row = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
+    key_head = head // (HV // HK)
+    path += row * LAST
+    path_nodes = tl.zeros([BLOCK], tl.int32)
+    known = 0
+    num_rows = 0
     if RAW_KEYS:
-        path += row * LAST
-        ring_value += row.to(tl.int64) * P * HV * V
-        last_value += row.to(tl.int64) * SCRATCH * HV * V
-        last_key += row.to(tl.int64) * LAST * last_key_stride
-        last_log_decay += row * LAST * HV
-    prefix_key += row.to(tl.int64) * P * HK * K
-    prefix_log_decay += row * P * HV
+        path_nodes = load_path(path, LAST)
+        known, num_rows = _count_rows(num_known + row, path_length + row, P)
+        ring_value += (row.to(tl.int64) * P * HV + head) * V
+        last_value += (row.to(tl.int64) * SCRATCH * HV + head) * V
+        last_key += row.to(tl.int64) * LAST * last_key_stride + key_head * K
+        last_log_decay += row * LAST * HV + head
+        if (head == 0) & (block == 0):
+            tl.store(known_after + row, tl.where(num_rows <= P, num_rows, 0))
+    prefix_key += (row.to(tl.int64) * P * HK + key_head) * K
+    prefix_log_decay += row * P * HV + head
+    _write_tables(
+        block, head, row, query, key, log_decay, beta, parents, prefix_key, prefix_log_decay, prefix_mask,
+        last_key, last_log_decay, path_nodes, known, num_rows,
+        scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay,
+        N, P, scale, query_stride, key_stride, last_key_stride,
+        HK, HV, K, V, KP, NODES, KNOWN, L2NORM, RAW_KEYS, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
+    )  # fmt: skip
     if RAW_KEYS:
-        if program >= PROGRAMS:
-            known, num_rows, fits = _count_rows(num_known + row, path_length + row, P)
-            _take_path(
-                program - PROGRAMS, row, state, slots, ring_value, prefix_key, prefix_log_decay, last_value,
-                last_key, last_log_decay, path, known, num_rows, fits, last_key_stride,
-                HK, HV, K, V, COLUMNS, HAS_SLOTS, KEYS_EXACT, FLOAT32,
-            )  # fmt: skip
-    if program < PROGRAMS:
-        _write_tables(
-            program % BLOCKS, program // BLOCKS, row, query, key, log_decay, beta, parents,
-            prefix_key, prefix_log_decay, prefix_mask, last_key, last_log_decay, path,
-            num_known, path_length, known_after, scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay,
-            N, P, scale, query_stride, key_stride, last_key_stride,
-            HK, HV, K, V, KP, NODES, KNOWN, L2NORM, RAW_KEYS, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
+        _take_path(
+            block, row, head, state, slots, ring_value, prefix_key, prefix_log_decay, last_value, last_key,
+            last_log_decay, path, path_nodes, known, num_rows, P, last_key_stride,
+            HK, HV, K, V, COLUMNS, BLOCKS, HAS_SLOTS, KEYS_EXACT, FLOAT32,
         )  # fmt: skip

@@ -24,8 +24,8 @@ KERNELS = [
     Fault(
         "the kernels lose the low half of a number",
         "ops/_kernel_math.py",
-        "return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_state",
-        "return high.to(tl.bfloat16), (x - x).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_state",
+        "return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)\n\n\n@triton.jit\ndef cut",
+        "return high.to(tl.bfloat16), (x - x).to(tl.bfloat16)\n\n\n@triton.jit\ndef cut",
         (_TREES + "[tree and padding-torch.bfloat16]",),
     ),
     Fault(
@@ -50,10 +50,10 @@ KERNELS = [
         (_TREES + "[tree and padding-torch.bfloat16]",),
     ),
     Fault(
-        "the inverse of a block stops one level short",
+        "the inverse of a block stops one step short",
         "ops/_kernel_math.py",
-        "for level in range(1, tl.max(depth, 0) + 1):",
-        "for level in range(1, tl.max(depth, 0)):",
+        "for log_size in tl.static_range(1, 4):",
+        "for log_size in tl.static_range(1, 3):",
         (_TREES + "[tree and padding-torch.float32]",),
     ),
     Fault(
@@ -108,8 +108,8 @@ KERNELS = [
     Fault(
         "with tables a ring that was folded stays known",
         "ops/_tables_kernel.py",
-        "tl.store(known_after + row, tl.where(fits, num_rows, 0))",
-        "tl.store(known_after + row, tl.where(fits, num_rows, known))",
+        "tl.store(known_after + row, tl.where(num_rows <= P, num_rows, 0))",
+        "tl.store(known_after + row, tl.where(num_rows <= P, num_rows, known))",
         (_VERIFY + "[17 rows]",),
     ),
     Fault(
@@ -129,8 +129,8 @@ KERNELS = [
     Fault(
         "a fold writes the state of its row, not that of its slot",
         "ops/_tables_kernel.py",
-        "slot = tl.load(slots + row).to(tl.int32)\n            width",
-        "slot = row\n            width",
+        "slot = tl.load(slots + row).to(tl.int32)\n        width",
+        "slot = row\n        width",
         (_VERIFY + "[17 rows]",),
     ),
     Fault(

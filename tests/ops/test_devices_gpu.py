@@ -19,24 +19,26 @@ pytestmark = [
 ]
 
 CASE = OpCase((widths(2, 2), chain(7)), key_dim=64, value_dim=64, key_heads=2, value_heads=4)
+LARGE = OpCase((widths(3, 3, 3), chain(40)), key_dim=64, value_dim=64, key_heads=2, value_heads=4)
 ACCEPTED = Accepted(CASE, (5, 6), (2, 0), 3)
+BFLOAT16 = torch.bfloat16  # float32 would stay with the reference
 
 
-def verify_inputs() -> tuple[Any, ...]:
+def verify_inputs(case: OpCase) -> tuple[Any, ...]:
     """An empty ring of five rows, and no path."""
-    solve = CASE.solve_inputs(torch.float32)
+    solve = case.solve_inputs(BFLOAT16)
     batch, num_nodes, value_heads, value_dim = solve.value.shape
     none, path = torch.zeros(batch, dtype=torch.int64), torch.full((batch, num_nodes), -1)
+    scratch, slots = torch.zeros(solve.value.shape), torch.arange(batch)
     ring = torch.zeros(batch, 5, value_heads, value_dim), solve.key.new_zeros(batch, 5, *solve.key.shape[2:])
     ring = *ring, torch.zeros(batch, 5, value_heads)
     tree = *solve[:5], solve.parents
-    scratch, slots = torch.zeros_like(solve.value), torch.arange(batch)
     last = solve.key, solve.log_decay, path, none
     return solve.committed_state, slots, *ring, none, scratch, *tree, *last, solve.scale, solve.qk_l2norm
 
 
 def commit_inputs() -> tuple[Tensor, ...]:
-    solve = CASE.solve_inputs(torch.float32)
+    solve = CASE.solve_inputs(BFLOAT16)
     _, *written, _ = ops.tree_wy_solve(*solve)
     return solve.committed_state, *written, solve.log_decay, solve.parents, torch.tensor(ACCEPTED.nodes)
 
@@ -47,13 +49,15 @@ def commit_in_place_inputs() -> tuple[Tensor, ...]:
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
-    "solve": (ops.tree_wy_solve, lambda: CASE.solve_inputs(torch.float32)),
+    "solve": (ops.tree_wy_solve, lambda: CASE.solve_inputs(BFLOAT16)),
+    "solve in two launches": (ops.tree_wy_solve, lambda: LARGE.solve_inputs(BFLOAT16)),
     "commit": (ops.tree_wy_commit, commit_inputs),
     "commit in place": (ops.tree_wy_commit_, commit_in_place_inputs),
-    "round": (ops.tree_wy_verify_, verify_inputs),
-    "snapshots": (ops.tree_snapshots, lambda: snapshot_inputs(CASE, torch.float32)),
-    "convolution": (ops.tree_conv, lambda: CASE.conv_inputs(torch.float32)),
-    "attention": (ops.tree_attention, lambda: CASE.attention_inputs(torch.float32)),
+    "round": (ops.tree_wy_verify_, lambda: verify_inputs(CASE)),
+    "round in two launches": (ops.tree_wy_verify_, lambda: verify_inputs(LARGE)),
+    "snapshots": (ops.tree_snapshots, lambda: snapshot_inputs(CASE, BFLOAT16)),
+    "convolution": (ops.tree_conv, lambda: CASE.conv_inputs(BFLOAT16)),
+    "attention": (ops.tree_attention, lambda: CASE.attention_inputs(BFLOAT16)),
     "commit of windows": (ops.tree_conv_commit_, lambda: conv_commit_inputs(ACCEPTED)),
     "commit of keys and values": (ops.tree_kv_commit_, lambda: kv_commit_inputs(ACCEPTED)),
 }
