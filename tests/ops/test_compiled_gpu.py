@@ -128,21 +128,21 @@ def test_a_captured_round_replays_for_other_trees_acceptances_and_lengths(nodes:
         eager.accept(tree)
 
 
-def test_sanitizer() -> None:
+@pytest.mark.parametrize(("dims", "dtype"), [((64, 64), torch.bfloat16), ((40, 72), torch.float16)])
+def test_sanitizer(dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Every kernel at a few shapes, for compute-sanitizer; no comparison, and nothing that compiles but Triton."""
-    for dims, dtype in (((64, 64), torch.bfloat16), ((40, 72), torch.float32)):
-        for batch, nodes, known in ((2, 7, 0), (2, 7, 5), (2, 70, 0), (17, 16, 18), (2, 40, 3)):
-            inputs = drawn(batch, nodes, dims, dtype, known=known)
-            _, pseudo_value, key, _ = ops.tree_wy_solve(*inputs)
-            accepted = torch.arange(batch, device="cuda") % (nodes + 1) - 1
-            written = (pseudo_value, key, inputs.log_decay, inputs.parents, accepted)
-            ops.tree_wy_commit(inputs.committed_state, *written)
-            ops.tree_wy_commit_(inputs.committed_state, torch.arange(batch, device="cuda"), *written)
-        for batch, nodes, ring in ((2, 7, 5), (17, 7, 5), (2, 40, 16), (2, 70, 3), (2, 7, 0)):
-            case = Rounds(batch=batch, nodes=nodes, ring=ring, number=4, accept_last=True, device="cuda", dtype=dtype)
-            rounds.engine_after(dataclasses.replace(case, key_dim=dims[0], value_dim=dims[1]))
-    case = OpCase((widths(2, 2), random_tree(7, 3)), key_dim=64, value_dim=64)
-    ops.tree_snapshots(*snapshot_inputs(case).to(torch.bfloat16, torch.float32, "cuda"))
-    conv = case.conv_inputs(torch.bfloat16, channels=70)
+    for batch, nodes, known in ((2, 7, 0), (2, 7, 5), (2, 70, 0), (17, 16, 18), (2, 40, 3)):
+        inputs = drawn(batch, nodes, dims, dtype, known=known)
+        _, pseudo_value, key, _ = ops.tree_wy_solve(*inputs)
+        accepted = torch.arange(batch, device="cuda") % (nodes + 1) - 1
+        written = (pseudo_value, key, inputs.log_decay, inputs.parents, accepted)
+        ops.tree_wy_commit(inputs.committed_state, *written)
+        ops.tree_wy_commit_(inputs.committed_state, torch.arange(batch, device="cuda"), *written)
+    for batch, nodes, ring in ((2, 7, 5), (17, 7, 5), (2, 40, 16), (2, 70, 3), (2, 7, 0)):
+        case = Rounds(batch=batch, nodes=nodes, ring=ring, number=4, accept_last=True, device="cuda", dtype=dtype)
+        rounds.engine_after(dataclasses.replace(case, key_dim=dims[0], value_dim=dims[1]))
+    case = OpCase((widths(2, 2), random_tree(7, 3)), key_dim=dims[0], value_dim=dims[1])
+    ops.tree_snapshots(*snapshot_inputs(case).to(dtype, torch.float32, "cuda"))
+    conv = case.conv_inputs(dtype, channels=70)
     ops.tree_conv(*(x.cuda() if isinstance(x, Tensor) else x for x in conv))
     torch.cuda.synchronize()
