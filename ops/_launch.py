@@ -130,16 +130,20 @@ def solve_options(value: Tensor, key_dim: int) -> tuple[tuple[int, int, int], di
     return (tiles(value_dim, columns), value_heads, batch), {"V": value_dim, "COLUMNS": columns, "num_warps": 4}
 
 
-def tables_options(value: Tensor, key_dim: int, prefix_length: int) -> tuple[tuple[int, int], dict[str, Any]]:
+def tables_options(
+    value: Tensor, key_dim: int, prefix_length: int, *, has_ring: bool
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return grid and options of `tree_tables_kernel`."""
     batch, num_nodes, value_heads, value_dim = value.shape
     blocks = bucket(num_nodes) // _BLOCK
     columns = tile_columns(key_dim, value_dim, 8192)
     # Warps of one program wait for each other, unless they would be alone on their multiprocessor.
-    alone = batch * blocks * value_heads <= _PERSISTENT_PROGRAMS
-    num_warps = 4 if prefix_length != 0 or key_dim > 128 else 2 if alone else 1
-    options = {"V": value_dim, "NODES": blocks * _BLOCK, "COLUMNS": columns, "num_warps": num_warps}
-    return (blocks * value_heads, batch), options
+    few = batch * blocks * value_heads <= _PERSISTENT_PROGRAMS
+    num_warps = 4 if prefix_length != 0 or key_dim > 128 else 2 if few else 1
+    # A fold should not take longer than the tables because there are few programs for it.
+    parts = max(blocks, tiles(value_dim, columns)) if has_ring and few else blocks
+    options = {"V": value_dim, "NODES": blocks * _BLOCK, "COLUMNS": columns, "PARTS": parts, "num_warps": num_warps}
+    return (parts * value_heads, batch), options
 
 
 def shared_memory() -> int:

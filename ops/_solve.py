@@ -202,7 +202,7 @@ def _tree_wy_solve(
         return output, pseudo_value, key_as_used, path_log_decay
     known = prefix_chunks(prefix_length) * 16
     tables = workspace(value, key, heads, known)
-    tables_grid, options = tables_options(value, key_dim, prefix_length)
+    tables_grid, options = tables_options(value, key_dim, prefix_length, has_ring=False)
     wrap_triton(tree_tables_kernel)[tables_grid](
         *(query, key, log_decay, beta, parents, known_key, known_decay, mask),
         # There is no ring.

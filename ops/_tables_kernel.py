@@ -100,12 +100,12 @@ def _count_rows(num_known, path_length, P):
 
 @triton.jit
 def _take_path(
-    block, row, head, state, slots, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay,
+    part, row, head, state, slots, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay,
     path, path_nodes, known, num_rows, P, last_key_stride, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, HAS_SLOTS: tl.constexpr, KEYS_EXACT: tl.constexpr,
+    V: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, HAS_SLOTS: tl.constexpr, KEYS_EXACT: tl.constexpr,
     FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Append the path's pseudo-values to the ring, or fold ring and path into the state, which blocks share."""
+    """Append the path's pseudo-values to the ring, or fold ring and path into the state, by parts of the columns."""
     slot = row
     width = V
     if HAS_SLOTS:
@@ -115,13 +115,13 @@ def _take_path(
     WIDTH: tl.constexpr = 2 * COLUMNS if V > COLUMNS else COLUMNS  # a copy needs fewer registers than a fold
     if num_rows <= P:
         rows, _, on_path, node = locate_known_rows(path_nodes, known, num_rows)
-        for first in range(block * WIDTH, V, BLOCKS * WIDTH):
+        for first in range(part * WIDTH, V, PARTS * WIDTH):
             columns = first + tl.arange(0, WIDTH)
             appended = on_path[:, None] & (columns < V)[None, :]
             values = tl.load(last_value + node[:, None] * (HV * V) + columns[None, :], mask=appended, other=0.0)
             tl.store(ring_value + rows[:, None] * (HV * V) + columns[None, :], values, mask=appended)
     else:
-        for first in range(block * COLUMNS, V, BLOCKS * COLUMNS):
+        for first in range(part * COLUMNS, V, PARTS * COLUMNS):
             columns = first + tl.arange(0, COLUMNS)
             fold(
                 state, ring_value, ring_key, ring_log_decay, last_value, last_key, last_log_decay, path, known,
@@ -260,18 +260,18 @@ def tree_tables_kernel(
     scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay,
     N, P, LAST, SCRATCH, scale, query_stride, key_stride, last_key_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
-    NODES: tl.constexpr, KNOWN: tl.constexpr, COLUMNS: tl.constexpr,
+    NODES: tl.constexpr, KNOWN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, L2NORM: tl.constexpr, RAW_KEYS: tl.constexpr, KEYS_EXACT: tl.constexpr,
     PREFIX_EXACT: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Write the tables of a block of nodes and a value head, for a row of the batch.
 
     With `RAW_KEYS` the known rows are those of a ring and of an accepted path, which the ring takes in. Where the path
-    does not fit, the state takes in both, and no row is known; the programs of a head share the columns of its state.
-    Otherwise the known rows are those of a prefix, by its mask.
+    does not fit, the state takes in both, and no row is known; the programs of a head share the columns of its state,
+    and there may be more of them than blocks. Otherwise the known rows are those of a prefix, by its mask.
     """
     BLOCKS: tl.constexpr = NODES // BLOCK
-    block, head, row = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.program_id(1)
+    part, head, row = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS, tl.program_id(1)
     key_head = head // (HV // HK)
     path += row * LAST
     path_nodes = tl.zeros([BLOCK], tl.int32)
@@ -284,20 +284,21 @@ def tree_tables_kernel(
         last_value += (row.to(tl.int64) * SCRATCH * HV + head) * V
         last_key += row.to(tl.int64) * LAST * last_key_stride + key_head * K
         last_log_decay += row * LAST * HV + head
-        if (head == 0) & (block == 0):
+        if (head == 0) & (part == 0):
             tl.store(known_after + row, tl.where(num_rows <= P, num_rows, 0))
     prefix_key += (row.to(tl.int64) * P * HK + key_head) * K
     prefix_log_decay += row * P * HV + head
-    _write_tables(
-        block, head, row, query, key, log_decay, beta, parents, prefix_key, prefix_log_decay, prefix_mask,
-        last_key, last_log_decay, path_nodes, known, num_rows,
-        scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay,
-        N, P, scale, query_stride, key_stride, last_key_stride,
-        HK, HV, K, V, KP, NODES, KNOWN, L2NORM, RAW_KEYS, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
-    )  # fmt: skip
+    if part < BLOCKS:
+        _write_tables(
+            part, head, row, query, key, log_decay, beta, parents, prefix_key, prefix_log_decay, prefix_mask,
+            last_key, last_log_decay, path_nodes, known, num_rows,
+            scaled_rows, row_factors, tables, factors, key_as_used, path_log_decay,
+            N, P, scale, query_stride, key_stride, last_key_stride,
+            HK, HV, K, V, KP, NODES, KNOWN, L2NORM, RAW_KEYS, KEYS_EXACT, PREFIX_EXACT, FLOAT32,
+        )  # fmt: skip
     if RAW_KEYS:
         _take_path(
-            block, row, head, state, slots, ring_value, prefix_key, prefix_log_decay, last_value, last_key,
+            part, row, head, state, slots, ring_value, prefix_key, prefix_log_decay, last_value, last_key,
             last_log_decay, path, path_nodes, known, num_rows, P, last_key_stride,
-            HK, HV, K, V, COLUMNS, BLOCKS, HAS_SLOTS, KEYS_EXACT, FLOAT32,
+            HK, HV, K, V, COLUMNS, PARTS, HAS_SLOTS, KEYS_EXACT, FLOAT32,
         )  # fmt: skip

@@ -186,7 +186,7 @@ def _tree_wy_verify_(
         )
         return output, known_after
     tables = workspace(value, key, heads, 16)
-    tables_grid, options = tables_options(value, key_dim, 0)
+    tables_grid, options = tables_options(value, key_dim, 0, has_ring=True)
     wrap_triton(tree_tables_kernel)[tables_grid](
         *(query, key, log_decay, beta, parents, ring_key, ring_log_decay, parents),
         *(state_pool, slots, ring_pseudo_value, num_known, node_pseudo_value, last_key, last_log_decay),

@@ -99,7 +99,7 @@ def launch_config(policy: str, tree: Tree, batch: int, layer: Layer) -> dict[str
         config = {"tree_solve_kernel": _launch.solve_options(value, layer.key_dim)[1]}
     else:
         config = {
-            "tree_tables_kernel": _launch.tables_options(value, layer.key_dim, 0)[1],
+            "tree_tables_kernel": _launch.tables_options(value, layer.key_dim, 0, has_ring=has_ring)[1],
             "tree_pass_kernel": _launch.pass_options(value, heads, 0, has_ring=has_ring)[1],
         }
     if policy == "immediate":

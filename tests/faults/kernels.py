@@ -141,6 +141,20 @@ KERNELS = [
         (_VERIFY + "[17 rows]",),
     ),
     Fault(
+        "with tables all programs of a head fold the same columns",
+        "ops/_tables_kernel.py",
+        "range(part * COLUMNS, V, PARTS * COLUMNS)",
+        "range(0, V, PARTS * COLUMNS)",
+        (_VERIFY + "[17 rows, two tiles]",),
+    ),
+    Fault(
+        "a fold stops after 32 rows",
+        "ops/_ring_kernel.py",
+        "for first_row in range(0, num_rows, ROWS):",
+        "for first_row in range(0, min(num_rows, ROWS), ROWS):",
+        (_VERIFY + "[chains longer than 32]",),
+    ),
+    Fault(
         "with tables the path's gates are not appended to the ring",
         "ops/_tables_kernel.py",
         "tl.store(prefix_log_decay + rows * HV, gate, mask=on_path)",

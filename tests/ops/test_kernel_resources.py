@@ -31,7 +31,7 @@ TARGETS = [
 ]
 
 
-# Bytes that Triton 3.9 spills. Tiles were chosen on an H200 with 3.6, which spills none, 8 for a prefix of 32, and 4 for
+# Bytes that Triton 3.9 spills. Tiles were chosen on an H200 with 3.6, which spills none, 8 for a prefix of 32, 4 for
 # a round of 16 nodes at 128 x 128. Heads of 256, and float16 behind a prefix, were not compiled with 3.6.
 KNOWN_SPILLS = {
     ("tables, float16", 80): 68,

@@ -29,8 +29,10 @@ SHAPES = {
     "no ring": Rounds(ring=0, seed=2),
     "chains": Rounds(chains=True, seed=3),
     "chains longer than the ring": Rounds(ring=3, nodes=11, chains=True, accept_last=True, number=4, seed=4),
+    "chains longer than 32": Rounds(ring=16, nodes=33, chains=True, accept_last=True, number=2, batch=1, seed=8),
     "chains that just fit": Rounds(ring=4, nodes=2, chains=True, accept_last=True, number=5, batch=2),
     "17 rows": Rounds(batch=17, ring=4, nodes=5, number=4, seed=5, without_slot=True, key_dim=6, value_dim=7),
+    "17 rows, two tiles": Rounds(batch=17, ring=4, nodes=5, number=3, seed=7, key_dim=130, value_dim=40),
     "ratio of 3, raw keys": Rounds(key_heads=1, value_heads=3, qk_l2norm=False, seed=6),
 }
 
