@@ -2,8 +2,8 @@
 
     python tests/fake_inductor.py kernel_cases
 
-prints, for the first case of each function in `CASES` of that module, the names of the kernels that the function
-launches in eager mode and of all that Inductor's code for it runs, for these sizes and for any.
+prints, for each function in `CASES` of that module and each sequence of kernels that it launches in eager mode, the
+names of these and of all that Inductor's code runs for the first such case, for its sizes and for any.
 """
 
 import contextlib
@@ -117,16 +117,19 @@ def _main(module: str) -> None:
         print(json.dumps({"skip": reason}))
         return
     cases = importlib.import_module(module).CASES
-    first_of_each_function = {function: name for name, (function, _) in reversed(cases.items())}
+    seen = set()
     results = {}
-    for name in first_of_each_function.values():
-        function, args = cases[name]
+    for name, (function, args) in cases.items():
+        eager = [launch.kernel.fn.__name__ for launch in launches(function, *args)]
+        if (function, *eager) in seen:
+            continue
+        seen.add((function, *eager))
 
         def call(*args: Any, function: Any = function) -> Any:  # Dynamo wants a function of the caller's
             return function(*args)
 
         results[name] = {
-            "eager": [launch.kernel.fn.__name__ for launch in launches(function, *args)],
+            "eager": eager,
             "compiled": launched(generated_code(call, *args)),
             "compiled for any size": launched(generated_code(call, *args, dynamic=True)),
         }

@@ -145,10 +145,9 @@ def call_of(name: str, inputs: SolveInputs, nodes: int) -> tuple[Any, ...]:
         return (inputs.committed_state, *written)
     if name == "tree_wy_commit_":
         return (inputs.committed_state, torch.arange(batch, device="cuda"), *written)
-    # The reference of the CPU, which has no limit, comes to a round with that many nodes.
-    case = Rounds(
-        **SIZES | {"device": "cpu"}, batch=batch, nodes=nodes, number=3, accept_last=True, chains=True, ring=5
-    )
+    # The reference of the CPU, which has no limit, comes to a round with that many nodes. With three rows and 9 or 40
+    # of them, a path is appended behind known rows, and another does not fit.
+    case = Rounds(**SIZES | {"device": "cpu"}, batch=batch, nodes=nodes, number=3, ring=4, seed=8)
     engine, tree = rounds.engine_after(case)
     return tuple(x.cuda() if isinstance(x, Tensor) else x for x in engine.arguments(tree))
 
