@@ -2,7 +2,7 @@
 
 The choices are measured, see `docs/benchmarks/ops.json`. They depend on shapes and on the GPU's shared memory alone:
 nothing is tuned at run time, and a size that is symbolic under `torch.compile` is compared with the ends of its bucket
-only.
+only: a number of nodes with multiples of 16, a batch with the few sizes from which on it is launched otherwise.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ LARGEST_TREE = 128
 
 _BLOCK = 16
 _PERSISTENT_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200; where fewer fit, some wait
+_FEW_TABLES = 264  # with so many or fewer, tables leave multiprocessors idle
 
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -136,10 +137,11 @@ def tables_options(
     """Return grid and options of `tree_tables_kernel`."""
     batch, num_nodes, value_heads, value_dim = value.shape
     blocks = bucket(num_nodes) // _BLOCK
-    columns = tile_columns(key_dim, value_dim, 8192)
-    # Warps of one program wait for each other, unless they would be alone on their multiprocessor.
-    few = batch * blocks * value_heads <= _PERSISTENT_PROGRAMS
-    num_warps = 4 if prefix_length != 0 or key_dim > 128 else 2 if few else 1
+    columns = min(64, tile_columns(key_dim, value_dim, 8192))  # for a warp to hold 32 rows of values in a fold
+    few = batch * blocks * value_heads <= _FEW_TABLES
+    num_warps = 2 if few else 1  # the warps of a program wait for each other
+    if prefix_length != 0 or key_dim > 128:
+        num_warps = 4
     # A fold should not take longer than the tables because there are few programs for it.
     parts = max(blocks, tiles(value_dim, columns)) if has_ring and few else blocks
     options = {"V": value_dim, "NODES": blocks * _BLOCK, "COLUMNS": columns, "PARTS": parts, "num_warps": num_warps}

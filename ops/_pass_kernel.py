@@ -18,7 +18,7 @@ as long for three.
 import triton
 import triton.language as tl
 
-from treewy.ops._kernel_math import BLOCK, cut, dot_halves, split
+from treewy.ops._kernel_math import BLOCK, dot_halves, split, split_state
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def tree_pass_kernel(
             width = tl.where(slot >= 0, V, 0)  # a row without a slot has a state of zeros
         in_state = (columns < width)[None, :] & (k < K)[:, None]
         place = state + (slot.to(tl.int64) * HV + head) * (K * V) + k[:, None] * V + columns[None, :]
-        state_high, state_low = cut(tl.load(place, mask=in_state, other=0.0).to(tl.float32), FLOAT32)
+        state_high, state_low = split_state(tl.load(place, mask=in_state, other=0.0).to(tl.float32), FLOAT32)
         zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
         if KNOWN > 0:
             j = tl.arange(0, KNOWN)

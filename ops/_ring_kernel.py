@@ -10,6 +10,13 @@ from treewy.ops._kernel_math import BLOCK, dot_split, sum_after
 
 
 @triton.jit
+def count_rows(num_known, path_length, R, LAST):
+    """Return how many rows are in a ring of R, and how many with the path. Whatever comes in, reads stay in both."""
+    known = tl.minimum(tl.maximum(tl.load(num_known).to(tl.int32), 0), R)
+    return known, known + tl.minimum(tl.maximum(tl.load(path_length).to(tl.int32), 0), LAST)
+
+
+@triton.jit
 def load_path(path, LAST):
     """Load the beginning of the accepted path, before it is known where the ring has room for it."""
     i = tl.arange(0, BLOCK)

@@ -23,19 +23,17 @@ import triton.language as tl
 
 from treewy.ops._kernel_math import (
     BLOCK,
-    cut,
-    dot_halves,
     dot_split,
     has_bit,
     load_rows,
     norm_factors,
     scale_rows,
-    split,
     sum_after,
     unit_upper_inverse,
     walk_to_roots,
 )
 from treewy.ops._ring_kernel import (
+    count_rows,
     fold,
     load_known_gates,
     load_known_keys,
@@ -90,10 +88,7 @@ def own_block(
     for_keys = tl.where(between, products * (decay * (keys_factor * strength)[None, :]), 0.0)
     inverse = unit_upper_inverse(for_keys, FLOAT32)
     solution = inverse * strength[:, None]
-    high, low = cut(solution, FLOAT32)
-    queries_high, queries_low = split(for_queries, FLOAT32)
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    mix = dot_halves(high, low, queries_high, queries_low, zeros, False, False)
+    mix = dot_split(solution, for_queries, tl.zeros([BLOCK, BLOCK], tl.float32), False, False, FLOAT32)
     return tl.where(row == column, 0.0, solution), mix
 
 
@@ -229,8 +224,7 @@ def tree_solve_kernel(
         value_stride, query_stride, key_stride, HV, K, KP,
     )  # fmt: skip
     if RAW_KEYS:
-        known = tl.minimum(tl.load(num_known + row).to(tl.int32), RING)  # whatever comes in, reads stay in the ring
-        num_rows = known + tl.load(path_length + row).to(tl.int32)
+        known, num_rows = count_rows(num_known + row, path_length + row, RING, LAST)
         path += row * LAST
         path_nodes = load_path(path, LAST)
         ring_value += (row.to(tl.int64) * RING * HV + head) * V

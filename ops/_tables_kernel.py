@@ -8,9 +8,10 @@ Of a value head, a row of the batch and a block of 16 nodes, as [j, i] in halves
 
 and of a key head, keys and queries scaled by powers of two. See `_solve_kernel.py` for the equations.
 
-Behind a ring, the same programs put the path that was accepted in the last tree where it belongs: they hold its keys
-and gates in any case, and the states are not read before the next launch. Programs of their own for this, a tile each,
-took a quarter of the time of a multiprocessor, waiting for one load.
+Behind a ring, the programs also put the path that was accepted in the last tree where it belongs: those of the tables
+hold its keys and gates in any case, and the states are not read before the next launch. With few rows there are further
+programs for no more than this. With many these would take a quarter of the time of a multiprocessor, most of it waiting
+for one load.
 """
 
 # mypy: ignore-errors
@@ -21,17 +22,17 @@ import triton.language as tl
 
 from treewy.ops._kernel_math import (
     BLOCK,
-    cut,
     diagonal,
     dot_split,
     halves,
     load_rows,
     norm_factors,
     scale_rows,
+    split,
     split_factor,
     walk_to_roots,
 )
-from treewy.ops._ring_kernel import fold, load_known_gates, load_known_keys, load_path, locate_known_rows
+from treewy.ops._ring_kernel import count_rows, fold, load_known_gates, load_known_keys, load_path, locate_known_rows
 from treewy.ops._solve_kernel import block_before, own_block, prefix_chunk, ring_chunk
 
 
@@ -46,8 +47,8 @@ def _store_rows(place, rows, KP: tl.constexpr, EXACT: tl.constexpr, FLOAT32: tl.
 
 @triton.jit
 def _store_table(place, size, table, FLOAT32: tl.constexpr):
-    """Store a table as halves, `size` numbers apart. It meets halves that are rounded, so these may be cut."""
-    high, low = cut(table, FLOAT32)
+    """Store a table as halves, `size` numbers apart."""
+    high, low = split(table, FLOAT32)
     tl.store(place, high)
     if not FLOAT32:
         tl.store(place + size, low)
@@ -89,13 +90,6 @@ def _write_queries(
     tl.store(row_factors + BLOCK + i, rest * power * scale)
     place = scaled_queries + i[:, None] * KP + tl.arange(0, KP)[None, :]
     _store_rows(place, queries, KP, KEYS_EXACT, FLOAT32)
-
-
-@triton.jit
-def _count_rows(num_known, path_length, P):
-    """Return how many rows are in the ring, and how many with the path."""
-    known = tl.minimum(tl.load(num_known).to(tl.int32), P)  # whatever comes in, reads stay in the ring
-    return known, known + tl.load(path_length).to(tl.int32)
 
 
 @triton.jit
@@ -279,7 +273,7 @@ def tree_tables_kernel(
     num_rows = 0
     if RAW_KEYS:
         path_nodes = load_path(path, LAST)
-        known, num_rows = _count_rows(num_known + row, path_length + row, P)
+        known, num_rows = count_rows(num_known + row, path_length + row, P, LAST)
         ring_value += (row.to(tl.int64) * P * HV + head) * V
         last_value += (row.to(tl.int64) * SCRATCH * HV + head) * V
         last_key += row.to(tl.int64) * LAST * last_key_stride + key_head * K

@@ -2,9 +2,10 @@
 
 Every Hugging Face GDN layer calls its causal convolution and its delta rule through globals of its modeling file, and
 hands them the keyword arguments that came into ``model.forward``. Those globals are the anchors. While a redirection is
-active each anchor is replaced by a shim that looks for the keyword ``treewy_call``: with it, the call belongs to a tree
-forward of ours and goes to the :class:`TreeCall`; without it the original function runs, so that any other model of the
-same class, in any thread, is computed as before. The last redirection to end puts the original functions back.
+active each anchor is replaced by a shim that looks for the keywords of a tree forward of ours. With ``treewy_call`` the
+call goes to the :class:`TreeCall`. With ``treewy_parents``, the tree alone, it becomes a marker in the graph that is
+being traced, for passes to rewrite. Without either the original function runs, so that any other model of the same
+class, in any thread, is computed as before. The last redirection to end puts the original functions back.
 """
 
 import functools
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-CALL_KEYWORD = "treewy_call"
+from treewy.passes._markers import convolution_marker, delta_rule_marker
 
 _CONVOLUTION = "causal_conv1d_fn"
 _RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -181,29 +182,30 @@ def _convolution_shim(original: Callable[..., Any]) -> Callable[..., Any]:
         bias: Tensor | None = None,
         activation: str | None = None,
         treewy_call: TreeCall | None = None,
+        treewy_parents: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if treewy_call is None:
-            return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        return treewy_call.convolve(hidden_states, weight, bias, activation)
+        if treewy_call is not None:
+            return treewy_call.convolve(hidden_states, weight, bias, activation)
+        if treewy_parents is not None:
+            return convolution_marker(hidden_states, weight, bias, activation, treewy_parents)
+        return original(hidden_states, weight, bias, activation=activation, **kwargs)
 
     return convolution
 
 
 def _rule_shim(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def rule(*args: Any, treewy_call: TreeCall | None = None, **kwargs: Any) -> Any:
-        if treewy_call is None:
+    def rule(
+        *args: Any, treewy_call: TreeCall | None = None, treewy_parents: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if treewy_call is None and treewy_parents is None:
             return original(*args, **kwargs)
         query, key, value = args
-        return treewy_call.apply_rule(
-            query,
-            key,
-            value,
-            kwargs["g"],
-            kwargs["beta"],
-            kwargs["initial_state"],
-            kwargs["use_qk_l2norm_in_kernel"],
-        )
+        arguments = (query, key, value, kwargs["g"], kwargs["beta"], kwargs["initial_state"])
+        qk_l2norm = kwargs["use_qk_l2norm_in_kernel"]
+        if treewy_call is not None:
+            return treewy_call.apply_rule(*arguments, qk_l2norm)
+        return delta_rule_marker(*arguments, treewy_parents, qk_l2norm)
 
     return rule

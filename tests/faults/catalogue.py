@@ -4,7 +4,8 @@ from faults.decoding import DECODING
 from faults.drafting import DRAFTING
 from faults.kernels import KERNELS
 from faults.operators import OPERATORS
+from faults.passes import PASSES
 from faults.policies import POLICIES
 from faults.stores import STORES
 
-FAULTS = [*OPERATORS, *KERNELS, *STORES, *POLICIES, *DRAFTING, *DECODING]
+FAULTS = [*OPERATORS, *KERNELS, *PASSES, *STORES, *POLICIES, *DRAFTING, *DECODING]

@@ -190,10 +190,10 @@ DRAFTING = [
     Fault(
         "other models of the class are redirected as well",
         _ANCHORS,
-        "        if treewy_call is None:\n            return original(*args, **kwargs)\n",
+        "        if treewy_call is None and treewy_parents is None:\n            return original(*args, **kwargs)\n",
         "        global _last\n"
         "        treewy_call = _last = treewy_call or globals().get('_last')\n"
-        "        if treewy_call is None:\n            return original(*args, **kwargs)\n",
+        "        if treewy_call is None and treewy_parents is None:\n            return original(*args, **kwargs)\n",
         (_COMPILE + "test_another_model_of_the_class_is_untouched_in_the_middle_of_a_tree_forward",),
     ),
 ]

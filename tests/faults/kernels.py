@@ -24,8 +24,8 @@ KERNELS = [
     Fault(
         "the kernels lose the low half of a number",
         "ops/_kernel_math.py",
-        "return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)\n\n\n@triton.jit\ndef cut",
-        "return high.to(tl.bfloat16), (x - x).to(tl.bfloat16)\n\n\n@triton.jit\ndef cut",
+        "return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_state",
+        "return high.to(tl.bfloat16), (x - x).to(tl.bfloat16)\n\n\n@triton.jit\ndef split_state",
         (_TREES + "[tree and padding-torch.bfloat16]",),
     ),
     Fault(
@@ -145,7 +145,28 @@ KERNELS = [
         "ops/_tables_kernel.py",
         "range(part * COLUMNS, V, PARTS * COLUMNS)",
         "range(0, V, PARTS * COLUMNS)",
-        (_VERIFY + "[17 rows, two tiles]",),
+        (_VERIFY + "[17 rows, three tiles]",),
+    ),
+    Fault(
+        "with tables a program folds one tile",
+        "ops/_tables_kernel.py",
+        "range(part * COLUMNS, V, PARTS * COLUMNS)",
+        "range(part * COLUMNS, V, V)",
+        (_VERIFY + "_with_no_more_programs_than_tables",),
+    ),
+    Fault(
+        "with tables a program appends one tile",
+        "ops/_tables_kernel.py",
+        "range(part * WIDTH, V, PARTS * WIDTH)",
+        "range(part * WIDTH, V, V)",
+        (_VERIFY + "_with_no_more_programs_than_tables",),
+    ),
+    Fault(
+        "the inverse of a block cuts off halves",
+        "ops/_kernel_math.py",
+        "high, low = split(upper, FLOAT32)",
+        "high, low = split_state(upper, FLOAT32)",
+        (_SOLVE + "test_equal_keys_of_16_bits_lose_no_more_than_halves[equal-one launch-torch.bfloat16]",),
     ),
     Fault(
         "a fold stops after 32 rows",

@@ -21,6 +21,7 @@ ROUNDS = {
     "batch 1": Rounds(batch=1, nodes=16, number=12),
     "batch 5, 40 nodes": Rounds(batch=5, nodes=40, number=12, seed=1, without_slot=True),
     "batch 40": Rounds(batch=40, nodes=16, number=12, seed=2, without_slot=True),
+    "batch 70": Rounds(batch=70, nodes=16, number=8, seed=12, without_slot=True),
     "ring of 5": Rounds(batch=4, nodes=20, ring=5, number=12, seed=3),
     "ring of 3, 33 rows": Rounds(batch=33, nodes=12, ring=3, number=8, seed=4),
     "no ring": Rounds(batch=3, ring=0, nodes=18, number=8, seed=5),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import oracle
+from equal_keys import equal_keys
 from gpu_solves import (
     BATCHES,
     DIMS,
@@ -26,6 +27,8 @@ from parents import chain
 from tolerances import (
     AMPLIFIED,
     FLOAT32,
+    KERNEL_HALVES,
+    KERNEL_HALVES_AMPLIFIED,
     relative_error,
 )
 from treewy import ops
@@ -133,16 +136,28 @@ def test_gates_of_any_size_on_one_path(nodes: int, gates: tuple[float, ...]) -> 
 
 @pytest.mark.parametrize("distance", [1e-1, 1e-3, 0.0], ids=lambda x: f"distance={x}")
 def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distance: float) -> None:
-    inputs = OpCase((chain(64),), key_dim=128, value_dim=128, seed=5).solve_inputs(torch.float32)
-    inputs = inputs._replace(
-        key=inputs.key[:, :1] + distance * inputs.key,
-        beta=torch.full_like(inputs.beta, 2.0),
-        log_decay=torch.full_like(inputs.log_decay, -1e-4),
-    )
+    case = OpCase((chain(64),), key_dim=128, value_dim=128, seed=5)
+    inputs = equal_keys(case.solve_inputs(torch.float32), distance, 2.0)
     exact, recurrence = oracle.solve(*inputs), oracle.solve(*inputs, dtype=torch.float32)
     results = ops.tree_wy_solve(*(x.cuda() if isinstance(x, Tensor) else x for x in inputs))
     for actual, expected, own in zip(results, exact, recurrence, strict=False):
         assert relative_error(actual.cpu(), expected) <= AMPLIFIED * relative_error(own, expected) + FLOAT32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 70], ids=["one launch", "tables", "tables of many rows"])
+@pytest.mark.parametrize(
+    ("distance", "beta", "allowed"),
+    [(0.0, 1.0, KERNEL_HALVES), (0.1, 2.0, KERNEL_HALVES_AMPLIFIED)],
+    ids=["equal", "near-identical"],
+)
+def test_equal_keys_of_16_bits_lose_no_more_than_halves(
+    distance: float, beta: float, allowed: float, rows: int, dtype: torch.dtype
+) -> None:
+    case = OpCase((chain(16),) * rows, key_dim=64, value_dim=64, key_heads=2, value_heads=4, seed=5)
+    inputs = gpu(equal_keys(case.solve_inputs(torch.float32), distance, beta), dtype)
+    exact = ops.tree_wy_solve(*in_float64(inputs))
+    assert relative_error(ops.tree_wy_solve(*inputs)[1], exact[1]) <= allowed
 
 
 @pytest.mark.parametrize("nodes", [3, 40])

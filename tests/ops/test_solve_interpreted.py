@@ -13,9 +13,17 @@ from torch import Tensor
 pytest.importorskip("triton", reason="kernels need the triton package")
 
 import oracle
+from equal_keys import equal_keys
 from interpreted import run_interpreted
 from parents import chain, widths
-from tolerances import FLOAT32, KERNEL_AMPLIFIED, KERNEL_HALVES, KERNEL_OVER_REFERENCE, relative_error
+from tolerances import (
+    FLOAT32,
+    KERNEL_AMPLIFIED,
+    KERNEL_HALVES,
+    KERNEL_HALVES_AMPLIFIED,
+    KERNEL_OVER_REFERENCE,
+    relative_error,
+)
 from treewy import ops
 from treewy.ops import PADDING
 from treewy.testing import OpCase, SolveInputs, op_cases
@@ -155,15 +163,27 @@ def test_gates_of_any_size_on_one_path(gates: str, nodes: int) -> None:
 
 @pytest.mark.parametrize("distance", [1e-1, 1e-3, 0.0], ids=lambda x: f"distance={x}")
 def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distance: float) -> None:
-    inputs = OpCase((chain(64),), key_dim=128, value_dim=16, seed=5, **SMALL).solve_inputs(torch.float32)
-    inputs = inputs._replace(
-        key=inputs.key[:, :1] + distance * inputs.key,
-        beta=torch.full_like(inputs.beta, 2.0),
-        log_decay=torch.full_like(inputs.log_decay, -1e-4),
-    )
+    case = OpCase((chain(64),), key_dim=128, value_dim=16, seed=5, **SMALL)
+    inputs = equal_keys(case.solve_inputs(torch.float32), distance, 2.0)
     exact, recurrence = oracle.solve(*inputs), oracle.solve(*inputs, dtype=torch.float32)
     for actual, expected, own in zip(solve(inputs), exact, recurrence, strict=False):
         assert relative_error(actual, expected) <= KERNEL_AMPLIFIED * relative_error(own, expected) + FLOAT32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 17], ids=["one launch", "tables"])
+@pytest.mark.parametrize(
+    ("distance", "beta", "allowed"),
+    [(0.0, 1.0, KERNEL_HALVES), (0.1, 2.0, KERNEL_HALVES_AMPLIFIED)],
+    ids=["equal", "near-identical"],
+)
+def test_equal_keys_of_16_bits_lose_no_more_than_halves(
+    distance: float, beta: float, allowed: float, rows: int, dtype: torch.dtype
+) -> None:
+    """The inverse of a block has great terms there that cancel."""
+    case = OpCase((chain(16),) * rows, key_dim=64, value_dim=16, key_heads=2, value_heads=4, seed=5)
+    inputs = to_dtype(equal_keys(case.solve_inputs(torch.float32), distance, beta), dtype)
+    assert relative_error(solve(inputs)[1], oracle.solve(*inputs)[1]) <= allowed
 
 
 @pytest.mark.parametrize("nodes", [7, 18])

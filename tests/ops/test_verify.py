@@ -21,6 +21,7 @@ from tolerances import (
     relative_error,
 )
 from treewy import ops
+from treewy.ops import _launch
 
 ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: BFLOAT16_ROUNDING, torch.bfloat16: BFLOAT16_ROUNDING}
 SHAPES = {
@@ -32,7 +33,7 @@ SHAPES = {
     "chains longer than 32": Rounds(ring=16, nodes=33, chains=True, accept_last=True, number=2, batch=1, seed=8),
     "chains that just fit": Rounds(ring=4, nodes=2, chains=True, accept_last=True, number=5, batch=2),
     "17 rows": Rounds(batch=17, ring=4, nodes=5, number=4, seed=5, without_slot=True, key_dim=6, value_dim=7),
-    "17 rows, two tiles": Rounds(batch=17, ring=4, nodes=5, number=3, seed=7, key_dim=130, value_dim=40),
+    "17 rows, three tiles": Rounds(batch=17, ring=4, nodes=5, number=4, seed=7, key_dim=6, value_dim=140),
     "ratio of 3, raw keys": Rounds(key_heads=1, value_heads=3, qk_l2norm=False, seed=6),
 }
 
@@ -87,6 +88,12 @@ def test_rounds_of_any_shape_equal_the_recurrence(shape: str, dtype: torch.dtype
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernels_equal_the_recurrence(shape: str) -> None:
     assert_within(play(SHAPES[shape], by_recurrence, interpreter()), STATE_AFTER_ROUNDS)
+
+
+def test_the_kernels_equal_the_recurrence_with_no_more_programs_than_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many rows, which would take the interpreter long: a program appends and folds several tiles."""
+    monkeypatch.setattr(_launch, "_FEW_TABLES", 0)
+    assert_within(play(SHAPES["17 rows, three tiles"], by_recurrence, interpreter()), STATE_AFTER_ROUNDS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

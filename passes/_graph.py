@@ -1,0 +1,68 @@
+"""The graph of a tree forward while passes rewrite it: what is looked up in it, and what it hands out."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from treewy.passes._anchors import GdnLayerInfo
+
+
+class TreeGraph:
+    """A graph that Dynamo traced of a model's forward over nodes.
+
+    Args:
+        graph: Rewritten in place.
+        layers: The Gated DeltaNet layers of the model, in order.
+    """
+
+    def __init__(self, graph: Graph, layers: Iterable[GdnLayerInfo]) -> None:
+        self.graph = graph
+        self.layers = tuple(layers)
+        self.handed_out: dict[tuple[str, str], Node] = {}
+        """What a commit needs, by the name of the layer and of the thing."""
+
+    def calls(self, target: Callable[..., Any]) -> list[tuple[GdnLayerInfo, Node]]:
+        """Return each layer's call of an operator, in the order of the layers.
+
+        Raises:
+            ValueError: If a layer has none or several.
+        """
+        found: dict[str, list[Node]] = {layer.name: [] for layer in self.layers}
+        for node in self.graph.find_nodes(op="call_function", target=target):
+            found[self._layer_of(node).name].append(node)
+        wrong = [name for name, nodes in found.items() if len(nodes) != 1]
+        if wrong:
+            raise ValueError(
+                f"in the graph of this forward {len(self.layers) - len(wrong)} of {len(self.layers)} Gated DeltaNet "
+                f"layers call {target} once, but not {wrong}: something replaced the function that they call, such as "
+                "a hub kernel; load the model with use_kernels=False"
+            )
+        return [(layer, found[layer.name][0]) for layer in self.layers]
+
+    def _layer_of(self, node: Node) -> GdnLayerInfo:
+        """Find the layer that traced a node. Dynamo writes the path of the module behind that of the whole."""
+        paths = [path for path, _ in node.meta["nn_module_stack"].values()]
+        for layer in self.layers:
+            if any(path.endswith("." + layer.name) for path in paths):
+                return layer
+        raise AssertionError(f"{node} comes from {paths}, which is no Gated DeltaNet layer of this model")
+
+    def drop_write(self, store: Node, written: Node) -> None:
+        """Erase the call that writes a value into a store of the cache, and nothing else that uses the store.
+
+        Raises:
+            ValueError: If there is no such call, or if what was written is used otherwise too.
+        """
+        writes = [node for node in written.users if _writes(node, store, written)]
+        if len(writes) != 1 or len(written.users) != 1:
+            raise ValueError(
+                f"{written} is used by {list(written.users)}, of which exactly one was to write it into {store}; "
+                "treewy does not know this way of keeping a state, so generate without a drafter"
+            )
+        writes[0].replace_all_uses_with(store)
+        self.graph.erase_node(writes[0])
+
+
+def _writes(node: Node, store: Node, written: Node) -> bool:
+    return node.op == "call_method" and node.target == "copy_" and node.args[:2] == (store, written)

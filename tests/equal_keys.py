@@ -1,0 +1,14 @@
+"""Inputs on which a solve is hardest: chains of nodes with almost the same key."""
+
+import torch
+
+from treewy.testing import SolveInputs
+
+
+def equal_keys(inputs: SolveInputs, distance: float, beta: float) -> SolveInputs:
+    """Keys that differ from the first by `distance`, write strengths of `beta`, and next to no decay."""
+    return inputs._replace(
+        key=inputs.key[:, :1] + distance * inputs.key,
+        beta=torch.full_like(inputs.beta, beta),
+        log_decay=torch.full_like(inputs.log_decay, -1e-4),
+    )
