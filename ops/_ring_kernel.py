@@ -24,11 +24,16 @@ def load_path(path, LAST):
 
 
 @triton.jit
+def _known_rows(rows, num_known, num_rows):
+    """Return which rows are in the ring, and which on the accepted path after it."""
+    return rows < num_known, (rows >= num_known) & (rows < num_rows)
+
+
+@triton.jit
 def locate_known_rows(path_nodes, num_known, num_rows):
     """Return the 16 rows of a ring, which are in it, which on the accepted path after it, and the path's nodes."""
     rows = tl.arange(0, BLOCK)
-    in_ring = rows < num_known
-    on_path = (rows >= num_known) & (rows < num_rows)
+    in_ring, on_path = _known_rows(rows, num_known, num_rows)
     node = tl.gather(path_nodes, tl.maximum(rows - num_known, 0), 0)
     return rows, in_ring, on_path, tl.where(on_path, node, 0)
 
@@ -75,8 +80,7 @@ def fold(
     SLICE: tl.constexpr = max(BLOCK, 1024 // columns.shape[0])
     for first_row in range(0, num_rows, ROWS):
         rows = tl.arange(0, ROWS) + first_row
-        in_ring = rows < num_known
-        on_path = (rows >= num_known) & (rows < num_rows)
+        in_ring, on_path = _known_rows(rows, num_known, num_rows)
         node = tl.load(path + rows - num_known, mask=on_path, other=0).to(tl.int32)
         values = load_known_values(ring_value, last_value, rows, in_ring, on_path, node, columns, inside, HV, V)
         gate = load_known_gates(ring_log_decay, last_log_decay, rows, in_ring, on_path, node, HV)

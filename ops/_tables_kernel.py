@@ -181,9 +181,9 @@ def _write_tables(
     if RAW_KEYS:
         kept = keys_factor
 
-    part = ((row * HV + head) * BLOCKS + block).to(tl.int64)
-    table = tables + part * (2 * HALVES * TABLE) + i[:, None] * BLOCK + i[None, :]
-    own_factors = factors + part * (4 * BLOCK + KNOWN) + i
+    unit = ((row * HV + head) * BLOCKS + block).to(tl.int64)
+    table = tables + unit * (2 * HALVES * TABLE) + i[:, None] * BLOCK + i[None, :]
+    own_factors = factors + unit * (4 * BLOCK + KNOWN) + i
     if RAW_KEYS:
         gate = load_known_gates(prefix_log_decay, last_log_decay, rows, in_ring, on_path, node, HV)
     low, high, path_decay = walk_to_roots(parents, log_decay, nodes, parent, own_gate, HV, NODES)

@@ -12,7 +12,11 @@ from treewy.passes._convolution_pass import convolve_over_ancestors
 from treewy.passes._delta_rule_pass import solve_instead_of_delta_rule
 from treewy.passes._graph import TreeGraph
 
-PASSES: tuple[Callable[[TreeGraph], None], ...] = (convolve_over_ancestors, solve_instead_of_delta_rule)
+PASSES = (
+    (torch.ops.treewy.convolution_marker.default, convolve_over_ancestors),
+    (torch.ops.treewy.delta_rule_marker.default, solve_instead_of_delta_rule),
+)
+"""In order: a marker, and what rewrites a layer's call of it."""
 
 INNER_BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -51,8 +55,9 @@ class TreeBackend:
     def __call__(self, graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         """Rewrite and compile a graph; ``torch.compile`` calls this."""
         tree = TreeGraph(graph_module.graph, self._layers)
-        for rewrite in PASSES:
-            rewrite(tree)
+        for marker, rewrite in PASSES:
+            for layer, call in tree.calls(marker):
+                rewrite(tree, layer, call)
         (output,) = tree.graph.find_nodes(op="output")
         results: Any = output.args[0]
         output.args = ((*results, *tree.handed_out.values()),)

@@ -20,26 +20,23 @@ from treewy.passes._anchors import GdnLayerInfo
 from treewy.passes._graph import TreeGraph
 
 
-def convolve_over_ancestors(tree: TreeGraph) -> None:
-    """Rewrite the convolution of every layer.
+def convolve_over_ancestors(tree: TreeGraph, layer: GdnLayerInfo, call: Node) -> None:
+    """Rewrite a layer's convolution.
 
     Args:
         tree: The graph; rewritten in place.
+        layer: Who called it.
+        call: The marker.
 
     Raises:
-        ValueError: If a layer is missing, or keeps its window in a way that is not known.
+        ValueError: If the layer keeps its window in a way that is not known.
     """
-    for layer, call in tree.calls(torch.ops.treewy.convolution_marker.default):
-        _rewrite(tree, layer, call)
-
-
-def _rewrite(tree: TreeGraph, layer: GdnLayerInfo, call: Node) -> None:
     arguments: tuple[Any, ...] = call.args
     both, weight, bias, activation, parents = arguments
     window, columns = _window_and_columns(both, layer)
     graph = tree.graph
     (last,) = (node for node in both.users if node is not call)
-    tree.drop_write(window, last)
+    tree.drop_write(layer, window, last)
     graph.erase_node(last)
     with graph.inserting_before(call):
         if bias is None:

@@ -20,27 +20,26 @@ import treewy.ops  # noqa: F401 - registers what goes into the graph
 from treewy.passes._anchors import GdnLayerInfo
 from treewy.passes._graph import TreeGraph
 
+_NO_ROWS = (slice(None), slice(0, 0))
 
-def solve_instead_of_delta_rule(tree: TreeGraph) -> None:
-    """Rewrite the delta rule of every layer.
+
+def solve_instead_of_delta_rule(tree: TreeGraph, layer: GdnLayerInfo, call: Node) -> None:
+    """Rewrite a layer's delta rule.
 
     Args:
         tree: The graph; rewritten in place.
+        layer: Who called it.
+        call: The marker.
 
     Raises:
-        ValueError: If a layer is missing, or keeps its state in a way that is not known.
+        ValueError: If the layer keeps its state in a way that is not known.
     """
-    for layer, call in tree.calls(torch.ops.treewy.delta_rule_marker.default):
-        _rewrite(tree, layer, call)
-
-
-def _rewrite(tree: TreeGraph, layer: GdnLayerInfo, call: Node) -> None:
     arguments: tuple[Any, ...] = call.args
     query, key, value, log_decay, beta, state, parents, qk_l2norm = arguments
     results = {node.args[1]: node for node in call.users}
     assert all(node.target is operator.getitem for node in call.users)
     graph = tree.graph
-    tree.drop_write(state, results[1])
+    tree.drop_write(layer, state, results.get(1))
     with graph.inserting_before(call):
         query, key = (_one_of_each_key_head(tree, x, layer) for x in (query, key))
         nothing = (graph.call_function(operator.getitem, (x, _NO_ROWS)) for x in (value, key, log_decay))
@@ -57,9 +56,6 @@ def _rewrite(tree: TreeGraph, layer: GdnLayerInfo, call: Node) -> None:
     tree.handed_out[layer.name, "pseudo_value"] = pseudo_value
     tree.handed_out[layer.name, "key"] = key_as_used
     tree.handed_out[layer.name, "log_decay"] = log_decay
-
-
-_NO_ROWS = (slice(None), slice(0, 0))
 
 
 def _shape(node: Node) -> tuple[int, ...]:

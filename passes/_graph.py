@@ -48,21 +48,17 @@ class TreeGraph:
                 return layer
         raise AssertionError(f"{node} comes from {paths}, which is no Gated DeltaNet layer of this model")
 
-    def drop_write(self, store: Node, written: Node) -> None:
+    def drop_write(self, layer: GdnLayerInfo, store: Node, written: Node | None) -> None:
         """Erase the call that writes a value into a store of the cache, and nothing else that uses the store.
 
         Raises:
             ValueError: If there is no such call, or if what was written is used otherwise too.
         """
-        writes = [node for node in written.users if _writes(node, store, written)]
-        if len(writes) != 1 or len(written.users) != 1:
+        uses = [] if written is None else list(written.users)
+        if [(node.op, node.target, node.args) for node in uses] != [("call_method", "copy_", (store, written))]:
             raise ValueError(
-                f"{written} is used by {list(written.users)}, of which exactly one was to write it into {store}; "
-                "treewy does not know this way of keeping a state, so generate without a drafter"
+                f"layer {layer.name!r} uses its new {store} in {uses} and not in one copy_ alone, the "
+                "one way of keeping it that treewy knows; generate without a drafter"
             )
-        writes[0].replace_all_uses_with(store)
-        self.graph.erase_node(writes[0])
-
-
-def _writes(node: Node, store: Node, written: Node) -> bool:
-    return node.op == "call_method" and node.target == "copy_" and node.args[:2] == (store, written)
+        uses[0].replace_all_uses_with(store)
+        self.graph.erase_node(uses[0])

@@ -4,7 +4,7 @@ A delta rule traced through would be hundreds of nodes that differ from one vers
 operator it can be found. A marker that no pass replaced is a mistake of ours, and raises when it runs.
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,16 +26,7 @@ def delta_rule_marker(
 
 
 @delta_rule_marker.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    parents: Tensor,
-    qk_l2norm: bool,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, *rest: Any) -> Any:
     return torch.empty_like(value), torch.empty_like(state)
 
 
@@ -48,9 +39,7 @@ def convolution_marker(
 
 
 @convolution_marker.register_fake
-def _(
-    window_and_columns: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, parents: Tensor
-) -> Tensor:
+def _(window_and_columns: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(window_and_columns)
 
 

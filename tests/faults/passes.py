@@ -30,8 +30,8 @@ PASSES = [
     Fault(
         "the write that a pass drops is left in the graph",
         "passes/_graph.py",
-        "        writes[0].replace_all_uses_with(store)\n        self.graph.erase_node(writes[0])\n",
-        "        writes[0].args = (store, store)\n",
+        "        uses[0].replace_all_uses_with(store)\n        self.graph.erase_node(uses[0])\n",
+        "        uses[0].args = (store, store)\n",
         (_REWRITTEN + "[qwen3_next]",),
     ),
     Fault(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from equal_keys import equal_keys
+from equal_keys import equal_keys, in_16_bits
 from gpu_solves import (
     BATCHES,
     DIMS,
@@ -27,8 +27,6 @@ from parents import chain
 from tolerances import (
     AMPLIFIED,
     FLOAT32,
-    KERNEL_HALVES,
-    KERNEL_HALVES_AMPLIFIED,
     relative_error,
 )
 from treewy import ops
@@ -146,11 +144,7 @@ def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distan
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 17, 70], ids=["one launch", "tables", "tables of many rows"])
-@pytest.mark.parametrize(
-    ("distance", "beta", "allowed"),
-    [(0.0, 1.0, KERNEL_HALVES), (0.1, 2.0, KERNEL_HALVES_AMPLIFIED)],
-    ids=["equal", "near-identical"],
-)
+@in_16_bits
 def test_equal_keys_of_16_bits_lose_no_more_than_halves(
     distance: float, beta: float, allowed: float, rows: int, dtype: torch.dtype
 ) -> None:

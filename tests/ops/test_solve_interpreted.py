@@ -13,14 +13,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="kernels need the triton package")
 
 import oracle
-from equal_keys import equal_keys
+from equal_keys import equal_keys, in_16_bits
 from interpreted import run_interpreted
 from parents import chain, widths
 from tolerances import (
     FLOAT32,
     KERNEL_AMPLIFIED,
     KERNEL_HALVES,
-    KERNEL_HALVES_AMPLIFIED,
     KERNEL_OVER_REFERENCE,
     relative_error,
 )
@@ -172,11 +171,7 @@ def test_near_identical_keys_amplify_rounding_no_more_than_the_recurrence(distan
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 17], ids=["one launch", "tables"])
-@pytest.mark.parametrize(
-    ("distance", "beta", "allowed"),
-    [(0.0, 1.0, KERNEL_HALVES), (0.1, 2.0, KERNEL_HALVES_AMPLIFIED)],
-    ids=["equal", "near-identical"],
-)
+@in_16_bits
 def test_equal_keys_of_16_bits_lose_no_more_than_halves(
     distance: float, beta: float, allowed: float, rows: int, dtype: torch.dtype
 ) -> None:

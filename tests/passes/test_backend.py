@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from models import FAMILIES, SLIDING_WINDOW, fresh_model, random_tokens
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
@@ -160,6 +161,33 @@ def test_layers_that_are_not_in_the_graph_are_named() -> None:
     ):
         other(random_tokens(2, 6, seed=2), TREES[0], treewy_parents=TREES[0])
     tokens = random_tokens(2, 6, seed=2)  # the model is usable
+    assert_equals_the_eager_engine(forward, forward(tokens, TREES[0], treewy_parents=TREES[0]), tokens, TREES[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "replacement", "message"),
+    [
+        ("update_recurrent_state", lambda self, states, *args, **kwargs: states, "not in one copy_ alone"),
+        (
+            "update_conv_state",
+            lambda self, x, *args, **kwargs: torch.cat([0 * x, x], -1),
+            "does not put its convolution",
+        ),
+    ],
+)
+def test_a_layer_that_keeps_its_stores_in_another_way_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, method: str, replacement: Any, message: str
+) -> None:
+    forward = compiled("qwen3_next", "eager")
+    tokens = random_tokens(2, 6, seed=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(LinearAttentionLayer, method, replacement)
+        with pytest.raises(
+            BackendCompilerFailed, match=rf"model\.layers\.0\.linear_attn.*{message}.*without a drafter"
+        ):
+            forward(tokens, TREES[0], treewy_parents=TREES[0])
+    torch._dynamo.reset()
+    forward.prefill()  # the model is usable
     assert_equals_the_eager_engine(forward, forward(tokens, TREES[0], treewy_parents=TREES[0]), tokens, TREES[0])
 
 
