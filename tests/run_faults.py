@@ -22,6 +22,7 @@ AT_ONCE = 2  # processes: one a core of the machine that CI has
 SECONDS = 600  # for one process; a fault that makes the engine run forever counts as not tried
 BROADER = (
     *("tests/ops", "tests/test_cases.py", "tests/test_policies.py", "tests/test_generate_contract.py"),
+    "tests/test_generate_inputs.py",
     *("-k", "not qwen3_5 and not lara_mini"),
 )
 

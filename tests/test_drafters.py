@@ -5,20 +5,17 @@ sees it. Here every proposal is compared with one computed from the text alone, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import PreTrainedModel
 
-import treewy
-from models import ATTENTION_ONLY, INTERFACE_FAMILIES, VOCAB_SIZE, fresh_model, plain_model, random_tokens
+from draft_targets import DRAFTS, Target, logits_after
+from models import fresh_model, plain_model, random_tokens
 from treewy import AssistantDrafter, Drafter, DraftTree, PromptLookupDrafter
 
-DRAFTS = INTERFACE_FAMILIES + ATTENTION_ONLY
 SHAPES = ((1, 1, 1), (2, 2), (3, 1, 2))
 
 
@@ -75,16 +72,6 @@ def test_the_ready_made_drafters_satisfy_the_protocol(drafter: object) -> None:
     assert isinstance(drafter, Drafter)
 
 
-# What a draft model proposes, from the text alone.
-
-
-def logits_after(model: PreTrainedModel, text: list[int]) -> Tensor:
-    """Logits [V] after a text, by a forward without any cache."""
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([text]), use_cache=False).logits[0, -1]
-    return logits
-
-
 def by_level(parents: Sequence[int]) -> list[int]:
     """The nodes in the order of their depths, otherwise as they are."""
     depth: list[int] = []
@@ -107,55 +94,6 @@ def from_scratch(model: PreTrainedModel, text: list[int], parents: Sequence[int]
 def widths_to_parents(widths: Sequence[int]) -> list[int]:
     size = sum(torch.tensor(widths).cumprod(0).tolist())
     return DraftTree.from_widths(widths, torch.zeros(1, size).long()).parents[0].tolist()
-
-
-@dataclass
-class Target:
-    """The text of each row as the target of a drafter would emit it."""
-
-    texts: list[list[int]]
-    seed: int = 0
-    ended: set[int] = field(default_factory=set)
-
-    def context(self) -> tuple[Tensor, Tensor]:
-        """Texts padded on the right with a token that must not matter, and their lengths."""
-        longest = max(map(len, self.texts))
-        padded = [text + [7] * (longest - len(text)) for text in self.texts]
-        return torch.tensor(padded), torch.tensor([len(text) for text in self.texts])
-
-    def emit(self, tree: DraftTree, choices: Sequence[int | str]) -> tuple[Tensor, Tensor]:
-        """Accept in each row the path to a node (-1: nothing) and add a token that is none of its children.
-
-        "end": the row ends inside the path to its last node, at the first level. A row that has ended emits nothing.
-        """
-        emitted: list[list[int]] = []
-        for row, choice in enumerate(choices):
-            parents, tokens = tree.parents[row].tolist(), tree.token_ids[row].tolist()
-            if row in self.ended:
-                emitted.append([])
-                continue
-            node = tree.num_nodes[row].item() - 1 if choice == "end" else int(choice)
-            path: list[int] = []
-            above = node
-            while above >= 0:
-                path.insert(0, tokens[above])
-                above = parents[above]
-            if choice == "end":
-                self.ended.add(row)
-                emitted.append(path[:1])
-                continue
-            children = {tokens[child] for child, parent in enumerate(parents) if parent == node}
-            self.seed += 1
-            bonus = next(t for t in random_tokens(VOCAB_SIZE, seed=self.seed).tolist() if t not in children)
-            emitted.append([*path, bonus])
-        longest = max(1, *map(len, emitted))
-        for text, tokens in zip(self.texts, emitted, strict=True):
-            text += tokens
-        counts = torch.tensor([len(tokens) for tokens in emitted])
-        return torch.tensor([tokens + [7] * (longest - len(tokens)) for tokens in emitted]), counts
-
-    def live(self) -> list[int]:
-        return [row for row in range(len(self.texts)) if row not in self.ended]
 
 
 def assert_proposes_from_scratch(
@@ -235,94 +173,6 @@ def test_nodes_are_proposed_level_by_level_whatever_the_order_of_the_shape() -> 
 def test_a_shape_that_no_row_could_follow_raises(shape: DraftTree | tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AssistantDrafter(plain_model("qwen3"), shape)
-
-
-# The chain that ends where the draft model is not confident.
-
-
-def confident_chain(model: PreTrainedModel, text: list[int], length: int, threshold: float) -> list[int]:
-    """Tokens up to and with the first whose probability is below the threshold."""
-    chain: list[int] = []
-    while len(chain) < length:
-        probability, token = logits_after(model, text + chain).float().softmax(-1).max(-1)
-        chain.append(int(token))
-        if probability < threshold:
-            break
-    return chain
-
-
-def confident_model(family: str, threshold: float | None, num_tokens: int | None) -> PreTrainedModel:
-    """A model that is often confident, and often not."""
-    model = fresh_model(family, seed=1)
-    model.lm_head.weight.mul_(6)
-    model.generation_config.num_assistant_tokens = num_tokens
-    model.generation_config.assistant_confidence_threshold = threshold
-    return model
-
-
-@pytest.mark.parametrize("family", DRAFTS)
-@pytest.mark.parametrize(("threshold", "num_tokens"), [(0.6, 4), (0.0, 3), (None, None), (1.0, 4)])
-def test_without_a_tree_a_chain_ends_behind_the_first_token_below_the_threshold(
-    family: str, threshold: float | None, num_tokens: int | None
-) -> None:
-    model = confident_model(family, threshold, num_tokens)
-    target = Target([random_tokens(length, seed=20 + length).tolist() for length in (4, 2)])
-    drafter = AssistantDrafter(model)
-    limits = (20 if num_tokens is None else num_tokens, 0.4 if threshold is None else threshold)
-    lengths = set()
-    for accept in ((-1, 0), (0, -1), (1, 0), (0, 0)):
-        tree = drafter.propose(*target.context())
-        for row, text in enumerate(target.texts):
-            expected = confident_chain(model, text, *limits)
-            lengths.add(len(expected))
-            assert tree.token_ids[row, : tree.num_nodes[row]].tolist() == expected
-        choices = [min(node, int(count) - 1) for node, count in zip(accept, tree.num_nodes, strict=True)]
-        drafter.update(*target.emit(tree, choices))
-    assert threshold in (0.0, 1.0) or len(lengths) > 1
-
-
-def test_the_target_may_go_on_with_what_the_drafter_held_back() -> None:
-    """Row 0 is not confident, row 1 is: nodes are computed for both and proposed for one, and may come true."""
-    model = confident_model("qwen3_next", 0.6, 4)
-    texts = [random_tokens(5, seed=seed).tolist() for seed in range(40)]
-    chains = [confident_chain(model, text, 4, 0.6) for text in texts]
-    short = next(i for i, chain in enumerate(chains) if len(chain) == 1)
-    long = next(i for i, chain in enumerate(chains) if len(chain) == 4)
-    target = Target([list(texts[short]), list(texts[long])])
-    drafter = AssistantDrafter(model)
-    assert drafter.propose(*target.context()).num_nodes.tolist() == [1, 4]
-    held_back = confident_chain(model, texts[short], 4, 0.0)
-    emitted = [held_back[:2], [next(t for t in range(2, VOCAB_SIZE) if t != chains[long][0])]]
-    for text, tokens in zip(target.texts, emitted, strict=True):
-        text += tokens
-    drafter.update(torch.tensor([emitted[0], [*emitted[1], 7]]), torch.tensor([2, 1]))
-    tree = drafter.propose(*target.context())
-    for row, text in enumerate(target.texts):
-        assert tree.token_ids[row, : tree.num_nodes[row]].tolist() == confident_chain(model, text, 4, 0.6)
-
-
-@pytest.mark.parametrize("family", INTERFACE_FAMILIES)
-def test_rows_of_a_batch_may_end_at_different_times_with_a_confident_draft_model(family: str) -> None:
-    plain, model = (confident_model(family, 0.6, 4) for _ in range(2))
-    treewy.compile(model)
-    for seed in range(3):
-        prompt = random_tokens(2, 5, seed=seed)
-        text = plain.generate(prompt, max_new_tokens=24, do_sample=False)
-        for eos in text[:, 9].tolist():
-            expected = plain.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=eos)
-            actual = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=eos, assistant_model=plain)
-            assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
-def test_a_schedule_of_the_number_of_tokens_is_refused(schedule: str) -> None:
-    model = fresh_model("qwen3")
-    model.generation_config.num_assistant_tokens_schedule = schedule
-    with pytest.raises(
-        ValueError, match=f"num_assistant_tokens_schedule '{schedule}' is not supported; set .*constant"
-    ):
-        AssistantDrafter(model)
-    AssistantDrafter(model, (2, 1))  # which has a number of its own
 
 
 # The rest of the protocol.

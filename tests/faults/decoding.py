@@ -201,7 +201,7 @@ DECODING = [
         _SAMPLING,
         "device=device, generator=self._generator)",
         "device=device)",
-        ("tests/test_sampled_generate.py::test_a_generator_gives_the_same_text_again_and_leaves_pytorchs_own_alone",),
+        ("tests/test_sampled_settings.py::test_a_generator_gives_the_same_text_again_and_leaves_pytorchs_own_alone",),
     ),
     Fault(
         "tokens without probability are drawn when the others run out",

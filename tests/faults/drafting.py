@@ -2,12 +2,14 @@
 
 from faults.fault import Fault
 
+_CONFIDENT = "tests/test_confident_drafts.py::"
+_SETTINGS = "tests/test_sampled_settings.py::"
+_ISOLATION = "tests/test_compile_isolation.py::"
 _ASSISTANT = "treewy_compile/_assistant.py"
 _ANCHORS = "passes/_anchors.py"
 _DRAFTERS = "tests/test_drafters.py::"
 _PROPOSALS = _DRAFTERS + "test_every_proposal_is_the_one_computed_from_the_text_alone"
 _SAMPLED = "tests/test_sampled_generate.py::"
-_COMPILE = "tests/test_compile.py::"
 
 DRAFTING = [
     Fault(
@@ -22,7 +24,7 @@ DRAFTING = [
         _ASSISTANT,
         "(after_root < num_emitted[:, None] - 1)",
         "(after_root < num_emitted[:, None])",
-        (_DRAFTERS + "test_the_target_may_go_on_with_what_the_drafter_held_back",),
+        (_CONFIDENT + "test_the_target_may_go_on_with_what_the_drafter_held_back",),
     ),
     Fault(
         "the draft model keeps what the target rejected",
@@ -50,7 +52,7 @@ DRAFTING = [
         _ASSISTANT,
         "levels.add(chosen, parents, counts_now, probs)",
         "levels.add(chosen, parents, counts_now & (probs.amax(-1) >= (self._confidence or 0.0)), probs)",
-        (_DRAFTERS + "test_without_a_tree_a_chain_ends_behind_the_first_token_below_the_threshold",),
+        (_CONFIDENT + "test_without_a_tree_a_chain_ends_behind_the_first_token_below_the_threshold",),
     ),
     Fault(
         "drafts are drawn before the processors, and said to be drawn behind them",
@@ -64,14 +66,14 @@ DRAFTING = [
         _ASSISTANT,
         "generator = None if self._context is None else self._context.generator",
         "generator = None",
-        (_SAMPLED + "test_a_generator_gives_the_same_text_again_and_leaves_pytorchs_own_alone[shape0]",),
+        (_SETTINGS + "test_a_generator_gives_the_same_text_again_and_leaves_pytorchs_own_alone[shape0]",),
     ),
     Fault(
         "the draft model drafts the token that only the target may emit",
         _ASSISTANT,
         "- min(len(text) for text in texts) - 1)]",
         "- min(len(text) for text in texts))]",
-        ("tests/test_generate_contract.py::test_trees_are_as_deep_as_asked_for_and_as_the_row_with_most_room_can_use",),
+        ("tests/test_generate_inputs.py::test_trees_are_as_deep_as_asked_for_and_as_the_row_with_most_room_can_use",),
     ),
     Fault(
         "processors with a memory are shown drafts that are rejected",
@@ -98,7 +100,7 @@ DRAFTING = [
         _ASSISTANT,
         '"without_replacement" if context.do_sample else "top"',
         '"top"',
-        (_SAMPLED + "test_drafts_are_drawn_if_the_target_draws_and_nothing_else_was_asked_for",),
+        (_SETTINGS + "test_drafts_are_drawn_if_the_target_draws_and_nothing_else_was_asked_for",),
     ),
     Fault(
         "prompt lookup continues the earliest occurrence",
@@ -147,14 +149,14 @@ DRAFTING = [
         _ASSISTANT,
         "- min(len(text) for text in texts)",
         "- max(len(text) for text in texts)",
-        ("tests/test_generate_contract.py::test_trees_are_as_deep_as_asked_for_and_as_the_row_with_most_room_can_use",),
+        ("tests/test_generate_inputs.py::test_trees_are_as_deep_as_asked_for_and_as_the_row_with_most_room_can_use",),
     ),
     Fault(
         "drafters are shown pads",
         "treewy_compile/_rounds.py",
         "self._real = [row[mask.bool()] for row, mask in rows]",
         "self._real = [row for row, mask in rows]",
-        ("tests/test_generate_contract.py::test_a_drafter_is_shown_the_tokens_of_each_row_without_its_pads",),
+        ("tests/test_generate_inputs.py::test_a_drafter_is_shown_the_tokens_of_each_row_without_its_pads",),
     ),
     Fault(
         "drafters are not told what was emitted",
@@ -171,21 +173,21 @@ DRAFTING = [
         _ANCHORS,
         "_uninstall(sys.modules[name])",
         "pass",
-        (_COMPILE + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
+        (_ISOLATION + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
     ),
     Fault(
         "every overlapping redirection saves the functions of the one before as the originals",
         _ANCHORS,
         "if _active[name] == 1:",
         "if _active[name] >= 1:",
-        (_COMPILE + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
+        (_ISOLATION + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
     ),
     Fault(
         "redirections are not counted under the lock",
         _ANCHORS,
         "finally:\n        with _lock:",
         "finally:\n        if True:",
-        (_COMPILE + "test_redirections_are_counted_under_a_lock",),
+        (_ISOLATION + "test_redirections_are_counted_under_a_lock",),
     ),
     Fault(
         "other models of the class are redirected as well",
@@ -194,6 +196,6 @@ DRAFTING = [
         "        global _last\n"
         "        treewy_call = _last = treewy_call or globals().get('_last')\n"
         "        if treewy_call is None and treewy_parents is None:\n            return original(*args, **kwargs)\n",
-        (_COMPILE + "test_another_model_of_the_class_is_untouched_in_the_middle_of_a_tree_forward",),
+        (_ISOLATION + "test_another_model_of_the_class_is_untouched_in_the_middle_of_a_tree_forward",),
     ),
 ]

@@ -2,6 +2,8 @@
 
 from faults.fault import Fault
 
+_TREE_STORES = "tests/test_tree_stores.py::"
+_REJECTED = "tests/test_rejected_nodes.py::"
 _NODES = "treewy_compile/_nodes.py"
 _SNAPSHOTS = "treewy_compile/_snapshots.py"
 _SNAPSHOT_OPERATOR = "ops/_snapshots.py"
@@ -33,14 +35,14 @@ POLICIES = [
         _NODES,
         "prefix_mask = ancestor_mask(parents)[:, num_before:, :num_before]",
         "prefix_mask = torch.ones_like(ancestor_mask(parents))[:, num_before:, :num_before]",
-        (_STORES + "test_a_tree_grown_level_by_level_equals_the_tree_at_once[qwen3_next-WyNodes]",),
+        (_TREE_STORES + "test_a_tree_grown_level_by_level_equals_the_tree_at_once[qwen3_next-WyNodes]",),
     ),
     Fault(
         "known rows come behind the levels above",
         _NODES,
         "self._known.followed_by(prefix), torch.cat([known, mask], dim=2)",
         "prefix.followed_by(self._known), torch.cat([mask, known], dim=2)",
-        (_STORES + "test_a_tree_grown_level_by_level_equals_the_tree_at_once[qwen3_next-DeferredNodes]",),
+        (_TREE_STORES + "test_a_tree_grown_level_by_level_equals_the_tree_at_once[qwen3_next-DeferredNodes]",),
     ),
     Fault(
         "the count of known rows is not reset by a fold",
@@ -68,7 +70,7 @@ POLICIES = [
         _NODES,
         "known = (index < self._num_known[:, None])",
         "known = (index < self._num_known.max().expand(len(mask), 1))",
-        (_STORES + "test_what_is_left_of_rejected_nodes_changes_no_bit[DeferredNodes-PoisonedDeferredNodes]",),
+        (_REJECTED + "test_what_is_left_of_rejected_nodes_changes_no_bit[DeferredNodes-PoisonedDeferredNodes]",),
     ),
     Fault(
         "a path is written over the end of a full ring",
@@ -108,7 +110,8 @@ POLICIES = [
         "before = (states[rows, parent] if node > 0 else committed_state).to(dtype)",
         (
             _OPERATOR_TESTS + "test_equals_the_recurrence_in_float64_and_float32",
-            _STORES + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-SnapshotNodes]",
+            _TREE_STORES
+            + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-SnapshotNodes]",
         ),
     ),
     Fault(

@@ -2,6 +2,8 @@
 
 from faults.fault import Fault
 
+_TREE_STORES = "tests/test_tree_stores.py::"
+_REJECTED = "tests/test_rejected_nodes.py::"
 _CACHE = "treewy_compile/_cache.py"
 _NODES = "treewy_compile/_nodes.py"
 _CASES = "tests/test_cases.py::"
@@ -58,7 +60,7 @@ STORES = [
         "store[rows, :, target] = store[rows, :, source]",
         "for step in reversed(range(path.shape[1])):\n"
         "                store[rows[:, 0], :, target[:, step]] = store[rows[:, 0], :, source[:, step]]",
-        (_STORES + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-WyNodes]",),
+        (_TREE_STORES + "test_committing_any_node_of_any_tree_equals_its_path_token_by_token[qwen3_next-WyNodes]",),
     ),
     Fault(
         "rejected entries of rows that accept less are attended to",
@@ -135,28 +137,28 @@ STORES = [
         _CACHE,
         "self.lengths = self.lengths[index]",
         "self.lengths = self.lengths.clone()",
-        (_STORES + "test_reordered_rows_go_on_as_the_rows_that_they_were[WyNodes]",),
+        (_TREE_STORES + "test_reordered_rows_go_on_as_the_rows_that_they_were[WyNodes]",),
     ),
     Fault(
         "reordered rows leave behind what waits to be folded in",
         _CACHE,
         "self.materialize()\n        for layer in self.layers:",
         "for layer in self.layers:",
-        (_STORES + "test_reordered_rows_go_on_as_the_rows_that_they_were[DeferredNodes]",),
+        (_TREE_STORES + "test_reordered_rows_go_on_as_the_rows_that_they_were[DeferredNodes]",),
     ),
     Fault(
         "the cache is handed over without what waits to be folded in",
         _CACHE,
         "self.materialize()\n        plain =",
         "plain =",
-        (_STORES + "test_the_cache_that_is_handed_out_continues_the_text[qwen3_next-DeferredNodes]",),
+        (_TREE_STORES + "test_the_cache_that_is_handed_out_continues_the_text[qwen3_next-DeferredNodes]",),
     ),
     Fault(
         "the cache is handed over with the columns of rejected nodes",
         _CACHE,
         "store[:, :, : self.columns_used].clone()",
         "store.clone()",
-        (_STORES + "test_the_cache_that_is_handed_out_continues_the_text[qwen3_next-WyNodes]",),
+        (_TREE_STORES + "test_the_cache_that_is_handed_out_continues_the_text[qwen3_next-WyNodes]",),
     ),
     Fault(
         "layers with a sliding window get the mask of the others",
@@ -170,7 +172,7 @@ STORES = [
         _CACHE,
         "store.new_zeros(*store.shape[:2], missing, store.shape[3])",
         "store.new_empty(*store.shape[:2], missing, store.shape[3])",
-        (_STORES + "test_nothing_that_was_never_written_is_read[WyNodes]",),
+        (_REJECTED + "test_nothing_that_was_never_written_is_read[WyNodes]",),
     ),
     Fault(
         "a sliding window is a token too wide",
@@ -185,7 +187,7 @@ STORES = [
         "place.scatter_(1, columns, place_of_node)",
         "place.scatter_(1, columns, columns)",
         (
-            _STORES
+            _TREE_STORES
             + "test_in_a_tree_deeper_than_a_sliding_window_each_node_sees_the_window_of_its_own_text[qwen3 sliding]",
         ),
     ),
@@ -201,6 +203,6 @@ STORES = [
         _CACHE,
         "self._next_position = self._next_position[..., index]",
         "self._next_position = self._next_position[index]",
-        (_STORES + "test_reordered_rows_keep_their_positions_on_every_axis",),
+        (_TREE_STORES + "test_reordered_rows_keep_their_positions_on_every_axis",),
     ),
 ]
