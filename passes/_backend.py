@@ -28,6 +28,10 @@ class TreeBackend:
     function and changes no configuration and no registry, so that what is compiled elsewhere is compiled as before. A
     user's own passes run where they would, behind these.
 
+    The function is a model's forward, called within ``redirect_gdn_layers`` with the parents of the nodes as
+    ``treewy_parents`` [B, N], a mask of ancestors and positions by depth. Compile it with ``fullgraph=True``: a graph
+    in which layers are missing is refused.
+
     Args:
         layers: The Gated DeltaNet layers of the model, all of which have to be in the graph.
         inner: Who compiles the rewritten graph: "eager", "aot_eager" or "inductor".

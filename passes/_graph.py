@@ -32,6 +32,11 @@ class TreeGraph:
         for node in self.graph.find_nodes(op="call_function", target=target):
             found[self._layer_of(node).name].append(node)
         wrong = [name for name, nodes in found.items() if len(nodes) != 1]
+        if wrong and not any(found.values()):
+            raise ValueError(
+                f"none of the {len(self.layers)} Gated DeltaNet layers was given a tree in this forward; call it with "
+                "treewy_parents within redirect_gdn_layers, and load the model with use_kernels=False"
+            )
         if wrong:
             raise ValueError(
                 f"in the graph of this forward {len(self.layers) - len(wrong)} of {len(self.layers)} Gated DeltaNet "

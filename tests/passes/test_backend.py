@@ -164,6 +164,12 @@ def test_layers_that_are_not_in_the_graph_are_named() -> None:
     assert_equals_the_eager_engine(forward, forward(tokens, TREES[0], treewy_parents=TREES[0]), tokens, TREES[0])
 
 
+def test_a_forward_over_tokens_is_refused_with_what_it_lacks() -> None:
+    forward = compiled("qwen3_next", "eager")
+    with pytest.raises(BackendCompilerFailed, match=r"none of the 2 .* within redirect_gdn_layers"):
+        forward(random_tokens(2, 6, seed=2), TREES[0])
+
+
 @pytest.mark.parametrize(
     ("method", "replacement", "message"),
     [
