@@ -1,9 +1,28 @@
-"""Where treewy meets the layers of Hugging Face: finding Gated DeltaNet layers, redirecting and rewriting their rule.
+"""Where treewy meets the layers of Hugging Face: finding them, redirecting what they call, and rewriting their graph.
 
 Imports point one way: this package may use :mod:`treewy.ops`, never the rest of :mod:`treewy`.
 """
 
-from treewy.passes._anchors import GdnLayerInfo, TreeCall, find_gdn_layers, names_called, redirect_gdn_layers
+from treewy.passes._anchors import (
+    AttentionLayerInfo,
+    GdnLayerInfo,
+    TreeCall,
+    TreePrefix,
+    find_attention_layers,
+    find_gdn_layers,
+    names_called,
+    redirect_layers,
+)
 from treewy.passes._backend import TreeBackend
 
-__all__ = ["GdnLayerInfo", "TreeBackend", "TreeCall", "find_gdn_layers", "names_called", "redirect_gdn_layers"]
+__all__ = [
+    "AttentionLayerInfo",
+    "GdnLayerInfo",
+    "TreeBackend",
+    "TreeCall",
+    "TreePrefix",
+    "find_attention_layers",
+    "find_gdn_layers",
+    "names_called",
+    "redirect_layers",
+]

@@ -1,18 +1,19 @@
-"""Find the Gated DeltaNet layers of a model and redirect their convolution and delta rule.
+"""Find the layers of a hybrid model and redirect their convolution, delta rule and attention.
 
 Every Hugging Face GDN layer calls its causal convolution and its delta rule through globals of its modeling file, and
-hands them the keyword arguments that came into ``model.forward``. Those globals are the anchors. While a redirection is
-active each anchor is replaced by a shim that looks for the keywords of a tree forward of ours. With ``treewy_call`` the
-call goes to the :class:`TreeCall`. With ``treewy_parents``, the tree alone, it becomes a marker in the graph that is
-being traced, for passes to rewrite. Without either the original function runs, so that any other model of the same
-class, in any thread, is computed as before. The last redirection to end puts the original functions back.
+hands them the keyword arguments that came into ``model.forward``. An attention layer asks a global for the function of
+its implementation. Those globals are the anchors. While a redirection is active each anchor is replaced by a shim that
+looks for the keywords of a tree forward of ours. With ``treewy_call`` the call goes to the :class:`TreeCall`. With
+``treewy_parents``, the tree alone, and for attention ``treewy_prefix``, it becomes a marker in the graph that is being
+traced, for passes to rewrite. Without either the original function runs, so that any other model of the same class, in
+any thread, is computed as before. The last redirection to end puts the original functions back.
 """
 
 import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,10 +21,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from treewy.passes._markers import convolution_marker, delta_rule_marker
+from treewy.passes._markers import attention_marker, convolution_marker, delta_rule_marker
 
 _CONVOLUTION = "causal_conv1d_fn"
 _RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 _KIMI_RULE = "chunk_kimi_delta_attention"
 
 _lock = threading.Lock()
@@ -51,6 +53,38 @@ class TreeCall(Protocol):
         qk_l2norm: bool,
     ) -> tuple[Tensor, Any]:
         """Return the output of every node, and what the layer hands on to its cache as the new state."""
+
+
+@dataclass(frozen=True)
+class TreePrefix:
+    """What the nodes of a traced forward attend to before each other.
+
+    Args:
+        start: First column of each row [B].
+        length: Columns of each row [B].
+        keys: Cache of each attention layer [B, HKV, L, D], by its index.
+        values: Likewise.
+    """
+
+    start: Tensor
+    length: Tensor
+    keys: Mapping[int, Tensor]
+    values: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionLayerInfo:
+    """One attention layer of a model.
+
+    Args:
+        layer_idx: Position among the decoder layers.
+        name: Qualified name of the module.
+        modeling_module: Name of the Python module that defines its class.
+    """
+
+    layer_idx: int
+    name: str
+    modeling_module: str
 
 
 @dataclass(frozen=True)
@@ -112,6 +146,31 @@ def find_gdn_layers(model: nn.Module) -> list[GdnLayerInfo]:
     return sorted(found, key=lambda layer: layer.layer_idx)
 
 
+def find_attention_layers(model: nn.Module) -> list[AttentionLayerInfo]:
+    """List the attention layers that keep keys and values, in layer order.
+
+    Args:
+        model: Any model; layers are recognised by the functions that their ``forward`` calls, not by class name.
+
+    Returns:
+        One entry a layer; those of a vision tower, which keep nothing, are left out.
+
+    Example:
+        >>> import torch
+        >>> find_attention_layers(torch.nn.Linear(2, 3))
+        []
+
+    Source:
+        The attention of modeling files of transformers 5.17 to 5.24.
+    """
+    found = [
+        AttentionLayerInfo(module.layer_idx, name, type(module).__module__)
+        for name, module in model.named_modules()
+        if {_ATTENTION, "update"} <= names_called(type(module))
+    ]
+    return sorted(found, key=lambda layer: layer.layer_idx)
+
+
 def names_called(cls: type[nn.Module]) -> frozenset[str]:
     """List the global names and attributes that the ``forward`` of a class uses.
 
@@ -134,8 +193,8 @@ def names_called(cls: type[nn.Module]) -> frozenset[str]:
 
 
 @contextmanager
-def redirect_gdn_layers(layers: Iterable[GdnLayerInfo]) -> Iterator[None]:
-    """Redirect calls that carry a :class:`TreeCall` for as long as the context is open.
+def redirect_layers(layers: Iterable[GdnLayerInfo | AttentionLayerInfo]) -> Iterator[None]:
+    """Redirect calls that carry a tree for as long as the context is open.
 
     Contexts nest and overlap freely, also across threads.
 
@@ -163,15 +222,17 @@ def redirect_gdn_layers(layers: Iterable[GdnLayerInfo]) -> Iterator[None]:
 
 
 def _install(module: ModuleType) -> None:
-    for anchor, make_shim in ((_CONVOLUTION, _convolution_shim), *((rule, _rule_shim) for rule in _RULES)):
-        original = getattr(module, anchor)
-        _originals[module.__name__, anchor] = original
-        setattr(module, anchor, make_shim(original))
+    for anchor, make_shim in _SHIMS.items():
+        if hasattr(module, anchor):
+            original = getattr(module, anchor)
+            _originals[module.__name__, anchor] = original
+            setattr(module, anchor, make_shim(original))
 
 
 def _uninstall(module: ModuleType) -> None:
-    for anchor in (_CONVOLUTION, *_RULES):
-        setattr(module, anchor, _originals.pop((module.__name__, anchor)))
+    for anchor in _SHIMS:
+        if (module.__name__, anchor) in _originals:
+            setattr(module, anchor, _originals.pop((module.__name__, anchor)))
 
 
 def _convolution_shim(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,3 +270,48 @@ def _rule_shim(original: Callable[..., Any]) -> Callable[..., Any]:
         return delta_rule_marker(*arguments, treewy_parents, qk_l2norm)
 
     return rule
+
+
+class _AttentionShim:
+    """Stand in for the table of attention functions in a modeling file."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._original[name]
+
+    def get_interface(self, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        original = self._original.get_interface(implementation, default)
+
+        def attention(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *args: Any,
+            treewy_parents: Tensor | None = None,
+            treewy_prefix: TreePrefix | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            if treewy_parents is None or treewy_prefix is None:
+                return original(module, query, key, value, *args, **kwargs)
+            # Raised here it would be Dynamo's; a pass names the layer as well.
+            more = ", ".join(f"{name}={kwargs[name]}" for name in _NOT_IN_TREES if kwargs.get(name) is not None)
+            index: Any = module.layer_idx
+            keys, values = treewy_prefix.keys[index], treewy_prefix.values[index]
+            prefix = (keys, values, treewy_prefix.start, treewy_prefix.length)
+            return attention_marker(query, key, value, *prefix, treewy_parents, kwargs["scaling"], more), None
+
+        return attention
+
+
+_NOT_IN_TREES = ("sliding_window", "softcap", "s_aux")
+_SHIMS: dict[str, Callable[[Any], Any]] = {
+    _CONVOLUTION: _convolution_shim,
+    **dict.fromkeys(_RULES, _rule_shim),
+    _ATTENTION: _AttentionShim,
+}

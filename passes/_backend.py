@@ -1,22 +1,17 @@
 """The backend for `torch.compile` that rewrites the graph of a tree forward and hands it on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from treewy.passes._anchors import GdnLayerInfo
+from treewy.passes._anchors import AttentionLayerInfo, GdnLayerInfo
+from treewy.passes._attention_pass import attend_to_ancestors
 from treewy.passes._convolution_pass import convolve_over_ancestors
 from treewy.passes._delta_rule_pass import solve_instead_of_delta_rule
-from treewy.passes._graph import TreeGraph
-
-PASSES = (
-    (torch.ops.treewy.convolution_marker.default, convolve_over_ancestors),
-    (torch.ops.treewy.delta_rule_marker.default, solve_instead_of_delta_rule),
-)
-"""In order: a marker, and what rewrites a layer's call of it."""
+from treewy.passes._graph import TreeGraph, copy_of
 
 INNER_BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -28,19 +23,24 @@ class TreeBackend:
     function and changes no configuration and no registry, so that what is compiled elsewhere is compiled as before. A
     user's own passes run where they would, behind these.
 
-    The function is a model's forward, called within ``redirect_gdn_layers`` with the parents of the nodes as
-    ``treewy_parents`` [B, N], a mask of ancestors and positions by depth. Compile it with ``fullgraph=True``: a graph
-    in which layers are missing is refused.
+    The function is a model's forward, called within ``redirect_layers`` with the parents of the nodes as
+    ``treewy_parents`` [B, N], a :class:`TreePrefix` as ``treewy_prefix`` and positions by depth. Compile it with
+    ``fullgraph=True``: a graph in which layers are missing is refused.
 
     Args:
-        layers: The Gated DeltaNet layers of the model, all of which have to be in the graph.
+        gdn_layers: The Gated DeltaNet layers of the model, all of which have to be in the graph.
+        attention_layers: Its attention layers, likewise.
+        stores: What the layers keep between forwards, by the name of the layer and of the thing: of each Gated DeltaNet
+            layer "ring_pseudo_value", "ring_key", "ring_log_decay", "pseudo_value", "last_key" and "last_log_decay",
+            and of all of them, under the name "", "num_known", "path" and "path_length" (see
+            :func:`treewy.ops.tree_wy_verify_`). Looked up in each forward; shapes stay.
         inner: Who compiles the rewritten graph: "eager", "aot_eager" or "inductor".
 
     Raises:
         ValueError: If ``inner`` is none of these.
 
     Example:
-        >>> TreeBackend([], inner="tvm")
+        >>> TreeBackend([], [], {}, inner="tvm")
         Traceback (most recent call last):
         ValueError: inner backend 'tvm' is not available; choose one of eager, aot_eager, inductor
 
@@ -48,31 +48,48 @@ class TreeBackend:
         Custom backends of ``torch.compile``.
     """
 
-    def __init__(self, layers: Iterable[GdnLayerInfo], inner: str = "eager") -> None:
+    def __init__(
+        self,
+        gdn_layers: Iterable[GdnLayerInfo],
+        attention_layers: Iterable[AttentionLayerInfo],
+        stores: Mapping[tuple[str, str], Tensor],
+        inner: str = "eager",
+    ) -> None:
         if inner not in INNER_BACKENDS:
             raise ValueError(f"inner backend {inner!r} is not available; choose one of {', '.join(INNER_BACKENDS)}")
-        self._layers = tuple(layers)
+        gdn_layers, attention_layers = tuple(gdn_layers), tuple(attention_layers)
+        self._passes = (
+            (torch.ops.treewy.convolution_marker.default, gdn_layers, convolve_over_ancestors),
+            (torch.ops.treewy.delta_rule_marker.default, gdn_layers, solve_instead_of_delta_rule),
+            (torch.ops.treewy.attention_marker.default, attention_layers, attend_to_ancestors),
+        )
+        """In order: a marker, the layers that call it, and what rewrites a call."""
+        self._stores = stores
         self._inner = inner
         self.handed_out: dict[tuple[str, str], Tensor] = {}
-        """Of the last forward: "pseudo_value", "key", "log_decay" and "columns" of each layer's nodes."""
+        """Of the last forward: "key" and "log_decay" of each Gated DeltaNet layer's nodes [B, N, HK, K] and [B, N, HV]
+        and its "columns" [B, C, N], "key" and "value" of each attention layer's [B, HKV, N, D], and the number of known
+        rows [B] as ("", "num_known")."""
 
     def __call__(self, graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         """Rewrite and compile a graph; ``torch.compile`` calls this."""
-        tree = TreeGraph(graph_module.graph, self._layers)
-        for marker, rewrite in PASSES:
-            for layer, call in tree.calls(marker):
+        graph_module, example_inputs = copy_of(graph_module), list(example_inputs)
+        tree = TreeGraph(graph_module.graph, self._stores, example_inputs)
+        for marker, layers, rewrite in self._passes:
+            for layer, call in tree.calls(marker, layers):
                 rewrite(tree, layer, call)
         (output,) = tree.graph.find_nodes(op="output")
         results: Any = output.args[0]
         output.args = ((*results, *tree.handed_out.values()),)
-        # Nothing is eliminated as dead: to a graph the writes of keys and values look like that.
+        # Nothing is eliminated as dead: to a graph writes in place look like that.
         tree.graph.lint()
         graph_module.recompile()
         compiled = _compile(self._inner, graph_module, example_inputs)
         names = tuple(tree.handed_out)
+        taken = tree.taken
 
         def run(*args: Any) -> Any:
-            everything = compiled(*args)
+            everything = compiled(*args, *(self._stores[name] for name in taken))
             self.handed_out = dict(zip(names, everything[len(results) :], strict=True))
             return everything[: len(results)]
 

@@ -3,11 +3,14 @@
     before   output, new_state = delta_rule_marker(query, key, value, log_decay, beta, state, parents, qk_l2norm)
              state.copy_(new_state)
 
-    after    output, pseudo_value, key_as_used, _ = tree_wy_solve(
-                 value, query, key, log_decay, beta, state, parents, no prefix, scale, qk_l2norm)
+    after    output, known_after = tree_wy_verify_(
+                 state, no slots, ring of known rows, number of known rows, pseudo-values of the last tree,
+                 value, query, key, log_decay, beta, parents, keys and log decays of the last tree,
+                 accepted path and its length, scale, qk_l2norm)
 
-The write of the state is what makes rejected drafts unrecoverable. It is dropped, and pseudo-values, keys and log
-decays are handed out: what a commit needs.
+The write of the state is what makes rejected drafts unrecoverable. It is dropped. What was accepted in the last tree
+goes into the ring or the state when the next tree is verified, and the tree itself leaves its pseudo-values in their
+scratch, and keys and log decays handed out. The ring and all that belongs to it are stores of the graph.
 """
 
 import operator
@@ -19,8 +22,6 @@ from torch.fx import Node
 import treewy.ops  # noqa: F401 - registers what goes into the graph
 from treewy.passes._anchors import GdnLayerInfo
 from treewy.passes._graph import TreeGraph
-
-_NO_ROWS = (slice(None), slice(0, 0))
 
 
 def solve_instead_of_delta_rule(tree: TreeGraph, layer: GdnLayerInfo, call: Node) -> None:
@@ -40,22 +41,27 @@ def solve_instead_of_delta_rule(tree: TreeGraph, layer: GdnLayerInfo, call: Node
     assert all(node.target is operator.getitem for node in call.users)
     graph = tree.graph
     tree.drop_write(layer, state, results.get(1))
+    ring = (tree.store(layer.name, "ring_" + what) for what in ("pseudo_value", "key", "log_decay"))
+    last = (tree.store(layer.name, "last_" + what) for what in ("key", "log_decay"))
+    path = (tree.store("", what) for what in ("path", "path_length"))
     with graph.inserting_before(call):
         query, key = (_one_of_each_key_head(tree, x, layer) for x in (query, key))
-        nothing = (graph.call_function(operator.getitem, (x, _NO_ROWS)) for x in (value, key, log_decay))
-        mask = graph.call_method("new_empty", (parents, (*_shape(parents), 0)), {"dtype": torch.bool})
-        scale = _shape(key)[-1] ** -0.5
-        solved = graph.call_function(
-            torch.ops.treewy.tree_wy_solve.default,
-            (value, query, key, log_decay, beta, state, parents, *nothing, mask, scale, qk_l2norm),
+        no_slots = graph.call_method("new_empty", (parents, (0,)))
+        verified = graph.call_function(
+            torch.ops.treewy.tree_wy_verify_.default,
+            (
+                *(state, no_slots, *ring, tree.store("", "num_known"), tree.store(layer.name, "pseudo_value")),
+                *(value, query, key, log_decay, beta, parents, *last, *path),
+                *(_shape(key)[-1] ** -0.5, qk_l2norm),
+            ),
         )
-        output, pseudo_value, key_as_used = (graph.call_function(operator.getitem, (solved, i)) for i in range(3))
+        output, known_after = (graph.call_function(operator.getitem, (verified, i)) for i in range(2))
     results[0].replace_all_uses_with(output)
     for node in (*results.values(), call):
         graph.erase_node(node)
-    tree.handed_out[layer.name, "pseudo_value"] = pseudo_value
-    tree.handed_out[layer.name, "key"] = key_as_used
+    tree.handed_out[layer.name, "key"] = key
     tree.handed_out[layer.name, "log_decay"] = log_decay
+    tree.handed_out["", "num_known"] = known_after  # every layer's is the same
 
 
 def _shape(node: Node) -> tuple[int, ...]:

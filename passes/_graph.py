@@ -1,11 +1,20 @@
-"""The graph of a tree forward while passes rewrite it: what is looked up in it, and what it hands out."""
+"""The graph of a tree forward while passes rewrite it: what is looked up in it, comes in, and is handed out."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from torch.fx import Graph, Node
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, GraphModule, Node
 
-from treewy.passes._anchors import GdnLayerInfo
+
+class LayerInfo(Protocol):
+    """What passes need to know of a layer."""
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the module."""
 
 
 class TreeGraph:
@@ -13,47 +22,66 @@ class TreeGraph:
 
     Args:
         graph: Rewritten in place.
-        layers: The Gated DeltaNet layers of the model, in order.
+        stores: Tensors that rewritten layers read and write beside what the forward itself knows, by the name of the
+            layer, "" for all layers, and of the thing.
+        example_inputs: Of the graph; grows by those of its stores.
     """
 
-    def __init__(self, graph: Graph, layers: Iterable[GdnLayerInfo]) -> None:
+    def __init__(self, graph: Graph, stores: Mapping[tuple[str, str], Tensor], example_inputs: list[Tensor]) -> None:
         self.graph = graph
-        self.layers = tuple(layers)
         self.handed_out: dict[tuple[str, str], Node] = {}
         """What a commit needs, by the name of the layer and of the thing."""
+        self._stores = stores
+        self._example_inputs = example_inputs
+        self._taken: dict[tuple[str, str], Node] = {}
 
-    def calls(self, target: Callable[..., Any]) -> list[tuple[GdnLayerInfo, Node]]:
+    @property
+    def taken(self) -> tuple[tuple[str, str], ...]:
+        """The stores that became inputs, in the order in which they follow the others."""
+        return tuple(self._taken)
+
+    def store(self, layer_name: str, what: str) -> Node:
+        """Make a store an input of the graph, behind the others, and return it.
+
+        Its shape is that of now: whoever has another one compiles again.
+        """
+        name = layer_name, what
+        if name not in self._taken:
+            store, fake_mode = self._stores[name], detect_fake_mode(self._example_inputs)
+            example = store if fake_mode is None else fake_mode.from_tensor(store, static_shapes=True)
+            *_, last = self.graph.find_nodes(op="placeholder")
+            with self.graph.inserting_after(last):
+                node = self.graph.placeholder(f"treewy_{len(self._taken)}_{what}")
+            node.meta["example_value"] = example
+            node._dynamo_source = None  # AOTAutograd asks every input where Dynamo found it
+            self._example_inputs.append(example)
+            self._taken[name] = node
+        return self._taken[name]
+
+    def calls(self, target: Callable[..., Any], layers: Sequence[LayerInfo]) -> list[tuple[Any, Node]]:
         """Return each layer's call of an operator, in the order of the layers.
 
         Raises:
             ValueError: If a layer has none or several.
         """
-        found: dict[str, list[Node]] = {layer.name: [] for layer in self.layers}
+        found: dict[str, list[Node]] = {layer.name: [] for layer in layers}
         for node in self.graph.find_nodes(op="call_function", target=target):
-            found[self._layer_of(node).name].append(node)
+            found[_layer_of(node, layers)].append(node)
         wrong = [name for name, nodes in found.items() if len(nodes) != 1]
         if wrong and not any(found.values()):
             raise ValueError(
-                f"none of the {len(self.layers)} Gated DeltaNet layers was given a tree in this forward; call it with "
-                "treewy_parents within redirect_gdn_layers, and load the model with use_kernels=False"
+                f"none of the {len(layers)} layers that should call {target} was given a tree in this forward; call it "
+                "with treewy_parents within redirect_layers, and load the model with use_kernels=False"
             )
         if wrong:
             raise ValueError(
-                f"in the graph of this forward {len(self.layers) - len(wrong)} of {len(self.layers)} Gated DeltaNet "
-                f"layers call {target} once, but not {wrong}: something replaced the function that they call, such as "
-                "a hub kernel; load the model with use_kernels=False"
+                f"in the graph of this forward {len(layers) - len(wrong)} of {len(layers)} layers call {target} once, "
+                f"but not {wrong}: something replaced the function that they call, such as a hub kernel; load the "
+                "model with use_kernels=False"
             )
-        return [(layer, found[layer.name][0]) for layer in self.layers]
+        return [(layer, found[layer.name][0]) for layer in layers]
 
-    def _layer_of(self, node: Node) -> GdnLayerInfo:
-        """Find the layer that traced a node. Dynamo writes the path of the module behind that of the whole."""
-        paths = [path for path, _ in node.meta["nn_module_stack"].values()]
-        for layer in self.layers:
-            if any(path.endswith("." + layer.name) for path in paths):
-                return layer
-        raise AssertionError(f"{node} comes from {paths}, which is no Gated DeltaNet layer of this model")
-
-    def drop_write(self, layer: GdnLayerInfo, store: Node, written: Node | None) -> None:
+    def drop_write(self, layer: LayerInfo, store: Node, written: Node | None) -> None:
         """Erase the call that writes a value into a store of the cache, and nothing else that uses the store.
 
         Raises:
@@ -67,3 +95,23 @@ class TreeGraph:
             )
         uses[0].replace_all_uses_with(store)
         self.graph.erase_node(uses[0])
+
+
+def copy_of(graph_module: GraphModule) -> GraphModule:
+    """Copy what Dynamo traced, with what other backends ask of it: it counts the inputs of its own graph afterwards."""
+    copied = copy.copy(graph_module)
+    copied.graph = copy.deepcopy(graph_module.graph)
+    pairs = (module.graph.find_nodes(op="placeholder") for module in (graph_module, copied))
+    for theirs, ours in zip(*pairs, strict=True):
+        ours._dynamo_source = theirs._dynamo_source
+    copied._param_name_to_source = graph_module._param_name_to_source
+    return copied
+
+
+def _layer_of(node: Node, layers: Sequence[LayerInfo]) -> str:
+    """Find the layer that traced a node. Dynamo writes the path of the module behind that of the whole."""
+    paths = [path for path, _ in node.meta["nn_module_stack"].values()]
+    for layer in layers:
+        if any(path.endswith("." + layer.name) for path in paths):
+            return layer.name
+    raise AssertionError(f"{node} comes from {paths}, which is no layer of this model that calls such a function")

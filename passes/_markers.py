@@ -1,4 +1,4 @@
-"""Operators that stand in a graph where a layer called its convolution or its delta rule, until a pass replaces them.
+"""Operators that stand in a graph where a layer called a function that sees tokens, until a pass replaces them.
 
 A delta rule traced through would be hundreds of nodes that differ from one version of PyTorch to the next. As one
 operator it can be found. A marker that no pass replaced is a mistake of ours, and raises when it runs.
@@ -41,6 +41,32 @@ def convolution_marker(
 @convolution_marker.register_fake
 def _(window_and_columns: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(window_and_columns)
+
+
+@torch.library.custom_op("treewy::attention_marker", mutates_args=())
+def attention_marker(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    prefix_start: Tensor,
+    prefix_length: Tensor,
+    parents: Tensor,
+    scale: float,
+    more: str,
+) -> Tensor:
+    """Stand for the attention of nodes [B, H, N, D] to a cached prefix and to each other; returns [B, N, H, D].
+
+    ``more`` says what else the layer asks for.
+    """
+    _not_replaced("attention")
+
+
+@attention_marker.register_fake
+def _(query: Tensor, *rest: Any) -> Tensor:
+    batch, heads, num_nodes, width = query.shape
+    return query.new_empty(batch, num_nodes, heads, width)
 
 
 def _not_replaced(what: str) -> NoReturn:

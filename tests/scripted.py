@@ -23,13 +23,14 @@ def start_rounds(
     max_new_tokens: int,
     eos: list[int] | None = None,
     make_nodes: Callable[[], Nodes] = WyNodes,
+    session: Session | None = None,
 ) -> Rounds:
-    """Do what `generate` does before its first round."""
+    """Do what `generate` does before its first round, with a session of its own or the given one."""
     batch, width = prompt.shape
     criteria = StoppingCriteriaList([MaxLengthCriteria(width + max_new_tokens)])
     if eos is not None:
         criteria.append(EosTokenCriteria(eos))
-    session = Session(model, make_nodes)
+    session = Session(model, make_nodes) if session is None else session
     logits = session.prefill(prompt, mask)
     decoding = GreedyDecoding(LogitsProcessorList(), criteria, batch)
     drafter.reset()

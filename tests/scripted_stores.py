@@ -18,6 +18,7 @@ from replay import MakeNodes, assert_same_bits
 from scripted import start_rounds
 from treewy._nodes import WyNodes
 from treewy._rounds import Rounds
+from treewy._session import Session
 from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 
 
@@ -68,13 +69,15 @@ def play_script(
     num_pads: int = 0,
     max_new_tokens: int = 12,
     num_eos: int = 0,
+    session: Session | None = None,
 ) -> ScriptedDrafter:
     """Run rounds to the end and look at them after each; some tokens of the rows' texts may end a row."""
     prompt, mask = left_padded(script.lengths, script.seed, max(script.lengths) + num_pads)
     continuations = new_tokens(model, prompt, mask, max_new_tokens + 10)
     eos = [row[2 * index + 2] for index, row in enumerate(continuations[:num_eos])] or None
     drafter = ScriptedDrafter(continuations, script.rows)
-    rounds = start_rounds(model, prompt, mask, drafter, max_new_tokens=max_new_tokens, eos=eos, make_nodes=make_nodes)
+    options = {"eos": eos, "make_nodes": make_nodes, "session": session}
+    rounds = start_rounds(model, prompt, mask, drafter, max_new_tokens=max_new_tokens, **options)
     after_round(rounds)
     while not bool(rounds.ended.all()):
         rounds.step()

@@ -30,7 +30,7 @@ from models import fresh_model, noisy_copy, plain_model, random_tokens
 from tolerances import LOGITS_FLOAT32, relative_error
 from treewy import AssistantDrafter, PromptLookupDrafter
 from treewy._generate import COMMIT_POLICIES
-from treewy.passes import find_gdn_layers, redirect_gdn_layers
+from treewy.passes import find_gdn_layers, redirect_layers
 from treewy.testing import perfect
 
 NEW = 14
@@ -132,7 +132,7 @@ def test_a_model_of_the_class_may_be_traced_while_another_one_speculates(redirec
     torch._dynamo.reset()
     of_the_other_thread = ExitStack()
     if redirection == "ends":
-        of_the_other_thread.enter_context(redirect_gdn_layers(find_gdn_layers(other)))
+        of_the_other_thread.enter_context(redirect_layers(find_gdn_layers(other)))
     graphs: list[torch.fx.GraphModule] = []
 
     def users_backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -140,7 +140,7 @@ def test_a_model_of_the_class_may_be_traced_while_another_one_speculates(redirec
         if redirection == "ends":
             of_the_other_thread.close()
         elif len(graphs) == 1:
-            of_the_other_thread.enter_context(redirect_gdn_layers(find_gdn_layers(other)))
+            of_the_other_thread.enter_context(redirect_layers(find_gdn_layers(other)))
         return graph.forward
 
     with of_the_other_thread:

@@ -32,7 +32,7 @@ from api_models import (
 )
 from compiled_calls import NEW, speculate, stats_of
 from models import INTERFACE_FAMILIES, fresh_model, plain_model
-from treewy.passes import _anchors, find_gdn_layers, redirect_gdn_layers
+from treewy.passes import _anchors, find_gdn_layers, redirect_layers
 from treewy.testing import perfect
 
 # Other models, and the process.
@@ -115,7 +115,7 @@ def test_redirections_that_overlap_put_the_originals_back_in_any_order() -> None
     layers = find_gdn_layers(plain_model("qwen3_next"))
     before = modeling_globals(plain_model("qwen3_next"))
     expected = forward_outputs(plain_model("qwen3_next"))
-    first, second = redirect_gdn_layers(layers), redirect_gdn_layers(layers)
+    first, second = redirect_layers(layers), redirect_layers(layers)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -139,7 +139,7 @@ def test_redirections_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(_anchors, "_active", Guarded())
     layers = find_gdn_layers(plain_model("qwen3_next"))
-    with redirect_gdn_layers(layers), redirect_gdn_layers(layers):
+    with redirect_layers(layers), redirect_layers(layers):
         assert list(_anchors._active.values()) == [2]
     assert not _anchors._active
 

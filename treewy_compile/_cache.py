@@ -252,6 +252,34 @@ class TreeCache(Cache):  # type: ignore[misc]
         self.lengths = torch.full((mask.shape[0],), mask.shape[1], dtype=torch.int64, device=mask.device)
         self.columns_used = mask.shape[1]
 
+    @property
+    def next_position(self) -> Tensor:
+        """Position of each row's next token [B], or one a rotary axis [P, B]."""
+        return self._next_position
+
+    def first_columns(self) -> Tensor:
+        """Return the first column of each row [B] that is no pad.
+
+        Raises:
+            ValueError: If there are pads behind it.
+        """
+        assert self._committed is not None
+        start = self.lengths - self._committed.sum(dim=1)
+        index = torch.arange(self.columns_used, device=start.device)
+        if bool((self._committed != (index >= start[:, None]) & (index < self.lengths[:, None])).any()):
+            raise ValueError(
+                "attention_mask has zeros behind the first token of a row, which a compiled forward does not know; pad "
+                "on the left, or compile with backend='eager'"
+            )
+        return start
+
+    def continue_rows(self, start: Tensor, lengths: Tensor, next_position: Tensor) -> None:
+        """Note what rounds committed: the columns from ``start`` [B] up to ``lengths`` [B] of each row."""
+        self.lengths, self._next_position = lengths, next_position
+        self.columns_used = int(lengths.max())
+        index = torch.arange(self.columns_used, device=lengths.device)
+        self._committed = (index >= start[:, None]) & (index < lengths[:, None])
+
     def begin(self, parents: Tensor, num_new: int) -> TreeForward:
         """Let all layers take the last ``num_new`` nodes of ``parents`` [B, M + N]."""
         forward = TreeForward(parents, num_new, self.lengths, self.columns_used)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from treewy._compiled_session import RING_ROWS, refuse_uncompilable
 from treewy._draft_tree import DraftTree, parents_of_shape
 from treewy._generate import COMMIT_POLICIES, CompiledGenerate, CompileOptions
 from treewy._session import Session
@@ -15,7 +16,7 @@ from treewy.passes import find_gdn_layers
 
 T = TypeVar("T")
 
-BACKENDS = ("eager",)
+BACKENDS = ("eager", "aot_eager", "inductor")
 
 
 @overload
@@ -24,7 +25,7 @@ def compile(
     *,
     tree: Sequence[int] | DraftTree | None = None,
     backend: str = "eager",
-    commit: str = "immediate",
+    commit: str | None = None,
     max_cache_len: int | None = None,
 ) -> T: ...
 
@@ -35,7 +36,7 @@ def compile(
     *,
     tree: Sequence[int] | DraftTree | None = None,
     backend: str = "eager",
-    commit: str = "immediate",
+    commit: str | None = None,
     max_cache_len: int | None = None,
 ) -> Callable[[T], T]: ...
 
@@ -45,7 +46,7 @@ def compile(
     *,
     tree: Sequence[int] | DraftTree | None = None,
     backend: str = "eager",
-    commit: str = "immediate",
+    commit: str | None = None,
     max_cache_len: int | None = None,
 ) -> Any:
     """Make ``model.generate`` decode speculatively, losslessly, with chains and draft trees.
@@ -59,10 +60,13 @@ def compile(
         model: A causal language model with Gated DeltaNet layers, a function that returns one, or a model class; None
             to decorate with options.
         tree: Default of ``generate(draft_tree=...)``: widths such as (3, 2, 1, 1), or a ``DraftTree`` of that shape.
-        backend: How verification runs: "eager".
-        commit: When accepted nodes reach the state; tokens are the same. "immediate": after each round. "fused": when
-            the next verification begins. "deferred": when a ring of 16 known rows is full, so that the state is written
-            once in some rounds. "snapshots" keeps a state a node, as serving engines do, and is there to compare with.
+        backend: How verification runs. "eager": the model's own code, redirected layer by layer. "inductor": its graph,
+            rewritten by passes and compiled, on CUDA captured so that a round is one launch; the first rounds of a
+            number of rows and nodes take a minute or two. "aot_eager": the same without Inductor, to look for mistakes.
+        commit: When accepted nodes reach the state; tokens are the same. "immediate", the default of "eager": after
+            each round. "fused": when the next verification begins. "deferred", the default of compiled backends: when a
+            ring of 16 known rows is full, so that the state is written once in some rounds. "snapshots" keeps a state a
+            node, as serving engines do, and is there to compare with. Compiled backends have the two in the middle.
         max_cache_len: Most columns a row may take in the cache (tokens, pads and nodes); None grows as needed.
 
     Returns:
@@ -124,17 +128,21 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_options(
-    tree: Sequence[int] | DraftTree | None, backend: str, commit: str, max_cache_len: int | None
+    tree: Sequence[int] | DraftTree | None, backend: str, commit: str | None, max_cache_len: int | None
 ) -> CompileOptions:
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not available; choose one of {', '.join(BACKENDS)}")
-    if commit not in COMMIT_POLICIES:
-        raise ValueError(f"commit policy {commit!r} is not available; choose one of {', '.join(COMMIT_POLICIES)}")
+    policies = tuple(COMMIT_POLICIES if backend == "eager" else RING_ROWS)
+    commit = policies[0] if commit is None else commit
+    if commit not in policies:
+        raise ValueError(
+            f"commit policy {commit!r} is not available with backend {backend!r}; choose one of {', '.join(policies)}"
+        )
     if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
         raise ValueError(f"max_cache_len is {max_cache_len}; it must be positive, or None for no limit")
     if tree is not None:
         parents_of_shape(tree)
-    return CompileOptions(tree, commit, max_cache_len)
+    return CompileOptions(tree, backend, commit, max_cache_len)
 
 
 def _compile(target: Any, options: CompileOptions) -> Any:
@@ -185,6 +193,8 @@ def _compile_model(model: PreTrainedModel, options: CompileOptions) -> PreTraine
             f"hybrids such as Qwen3.5 and Qwen3-Next; {remedy}"
         )
     Session(model)  # refuses layers that have no store of ours, and attention that takes no mask
+    if options.backend != "eager":
+        refuse_uncompilable(model, options.backend)
     if isinstance(vars(model).get("generate"), CompiledGenerate):
         restore(model)
     model.generate = CompiledGenerate(model, options)

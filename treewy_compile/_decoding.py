@@ -7,7 +7,7 @@ tokens, the path is chosen for all rows at once and cut where the text ends.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,15 @@ class Emission:
     num_accepted: Tensor
     ended: Tensor
     node: Tensor
+
+    def trimmed(self) -> "Emission":
+        """Return the same with no more columns than the longest row has tokens."""
+        return replace(self, token_ids=self.token_ids[:, : max(1, int(self.num_tokens.max()))])
+
+    def cloned(self) -> "Emission":
+        """Return a copy of it, trimmed: a captured round overwrites what it returned."""
+        copies = Emission(**{name: value.clone() for name, value in vars(self).items()})
+        return copies.trimmed()
 
 
 @dataclass(frozen=True)
@@ -72,12 +81,13 @@ class Decoding(ABC):
         self._criteria = criteria
         # by type, not isinstance: a class of the user's own may decide otherwise
         self._max_length = min(c.max_length for c in criteria if type(c) is stopping.MaxLengthCriteria)
-        self._eos = [c.eos_token_id for c in criteria if type(c) is stopping.EosTokenCriteria]
+        eos = [c.eos_token_id.cpu() for c in criteria if type(c) is stopping.EosTokenCriteria]
+        self._eos = torch.cat([torch.empty(0, dtype=torch.int64), *eos])
         others = [c for c in criteria if type(c) not in (stopping.MaxLengthCriteria, stopping.EosTokenCriteria)]
         self._by_text = not self.scores.textless or len(others) > 0
         if batch > 1:
             for criterion in others:
-                if not (type(criterion) in (stopping.MaxTimeCriteria, stopping.StopStringCriteria) and self._eos):
+                if not (type(criterion) in (stopping.MaxTimeCriteria, stopping.StopStringCriteria) and eos):
                     raise ValueError(
                         f"stopping criterion {type(criterion).__name__} cannot be used with a drafter and {batch} "
                         "rows: how a row goes on behind it depends on the other rows; generate row by row"
@@ -108,7 +118,9 @@ class Decoding(ABC):
         """
         if not self._by_text:
             scores = self.scores.of_nodes(logits, lambda row, node: texts[row])
-            return self._cut(token_ids, parents, *self.choose_paths(scores, token_ids, parents, draft), texts)
+            paths = self.choose_paths(scores, token_ids, parents, draft)
+            limits = (limit.to(token_ids.device) for limit in (self.room(texts), self._eos))
+            return cut(token_ids, parents, *paths, *limits).trimmed()
         device, host = token_ids.device, texts[0].device  # processors live where the prompt was given
         trees = zip(token_ids.to(host), parents.to(host), strict=True)
         walked = [
@@ -122,6 +134,13 @@ class Decoding(ABC):
             torch.tensor(ended, device=device),
             torch.tensor(nodes, device=device),
         )
+
+    def limits(self, texts: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return how many tokens each row may emit [B] and which tokens end one [E], or None.
+
+        Not None if these, the logits and the tree alone say what is emitted, so that it can be chosen on the device.
+        """
+        return None
 
     @abstractmethod
     def choose_paths(
@@ -138,24 +157,6 @@ class Decoding(ABC):
         Returns:
             The last node of each path [B], -1 for a row of padding, and the token that follows it [B].
         """
-
-    def _cut(self, token_ids: Tensor, parents: Tensor, node: Tensor, bonus: Tensor, texts: list[Tensor]) -> Emission:
-        """Emit the paths to some nodes, and the tokens that follow them, up to where each text ends."""
-        path, length = path_to_node(parents, node)
-        on_path = token_ids.gather(1, path.clamp(min=0))
-        emitted = on_path.roll(-1, dims=1).scatter(1, (length - 1).clamp(min=0)[:, None], bonus[:, None])
-        room = self.room(texts).to(length.device)
-        count = torch.minimum(length, room)
-        ended = count == room
-        for eos in self._eos:
-            found = torch.isin(emitted, eos.to(emitted.device))
-            found &= torch.arange(emitted.shape[1], device=emitted.device) < count[:, None]
-            count = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, count)
-            ended = ended | found.any(dim=1)
-        last = path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
-        accepted = torch.minimum(count, length - 1).clamp(min=0)
-        longest = max(1, int(count.max()))
-        return Emission(emitted[:, :longest], count, accepted, ended, torch.where(count > 0, last, -1))
 
     @abstractmethod
     def choose(self, scores: Tensor, reached: Tensor, tree: RowOfTree) -> tuple[Tensor, Tensor]:
@@ -183,3 +184,28 @@ class Decoding(ABC):
             if ended or len(children) == 0:
                 return text[start:], len(text) - start - (len(children) == 0), ended, int(reached[0])
             reached = children
+
+
+def cut(token_ids: Tensor, parents: Tensor, node: Tensor, bonus: Tensor, room: Tensor, eos: Tensor) -> Emission:
+    """Emit the paths to some nodes, and the tokens that follow them, up to where each text ends.
+
+    Args:
+        token_ids: Tokens of the nodes, the root first [B, N].
+        parents: Their parents [B, N].
+        node: The last node of each path [B], -1 for a row of padding.
+        bonus: The token that follows it [B].
+        room: How many tokens each row may emit [B].
+        eos: Tokens that end a row [E].
+    """
+    path, length = path_to_node(parents, node)
+    on_path = token_ids.gather(1, path.clamp(min=0))
+    emitted = on_path.roll(-1, dims=1).scatter(1, (length - 1).clamp(min=0)[:, None], bonus[:, None])
+    count = torch.minimum(length, room)
+    ended = count == room
+    index = torch.arange(emitted.shape[1], device=emitted.device)
+    found = (emitted[:, :, None] == eos).any(dim=2) & (index < count[:, None])
+    count = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, count)
+    ended = ended | found.any(dim=1)
+    last = path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+    accepted = torch.minimum(count, length - 1).clamp(min=0)
+    return Emission(emitted, count, accepted, ended, torch.where(count > 0, last, -1))

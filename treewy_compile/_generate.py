@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from treewy._arguments import check_generator, prepare_for_drafting, refuse_unsupported, take_drafter
+from treewy._compiled_session import CompiledSession, CompiledTarget
 from treewy._decoding import Decoding
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter, DraftingContext
@@ -38,6 +39,7 @@ class CompileOptions:
     """Options of :func:`treewy.compile`, checked."""
 
     tree: Sequence[int] | DraftTree | None
+    backend: str
     commit: str
     max_cache_len: int | None
 
@@ -68,6 +70,9 @@ class CompiledGenerate:
         self.options = options
         self.replaced = vars(model).get("generate")  # one that was set on this model, rather than its class
         self.original = model.generate
+        self._target: CompiledTarget | None = None
+        if options.backend != "eager":
+            self._target = CompiledTarget(model, options.backend, options.commit)
         self.__doc__ = model.generate.__doc__
 
     @property
@@ -145,7 +150,10 @@ class CompiledGenerate:
             decoding = SampledDecoding(logits_processor, stopping_criteria, batch, generator)
         else:
             decoding = GreedyDecoding(logits_processor, stopping_criteria, batch)
-        session = Session(model, COMMIT_POLICIES[options.commit], options.max_cache_len)
+        if self._target is None:
+            session = Session(model, COMMIT_POLICIES[options.commit], options.max_cache_len)
+        else:
+            session = CompiledSession(self._target, options.max_cache_len)
 
         model_kwargs[session.cache_keyword] = session.cache
         output = model._prefill(input_ids, generation_config, model_kwargs)
@@ -182,10 +190,9 @@ class CompiledGenerate:
         ).to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return sequences
-        one_length = bool((session.cache.lengths == session.cache.columns_used).all())
         num_chunks = ceil(prompt_length / (generation_config.prefill_chunk_size or prompt_length))
         return SpeculativeOutput(
             sequences=sequences,
             speculation=rounds.stats.summary(num_chunks),
-            **{session.cache_keyword: session.cache.to_dynamic_cache() if one_length else None},
+            **{session.cache_keyword: session.plain_cache()},
         )

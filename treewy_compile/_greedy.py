@@ -18,11 +18,28 @@ class GreedyDecoding(Decoding):
         self, scores: Tensor, token_ids: Tensor, parents: Tensor, draft: DraftTree | None
     ) -> tuple[Tensor, Tensor]:
         """Take the deepest path of greatest scores; see ``Decoding.choose_paths``."""
-        chosen = scores.argmax(dim=-1)
-        node = greedy_accept(token_ids, parents, chosen)
-        return node, chosen.gather(1, node.clamp(min=0)[:, None])[:, 0]
+        return greedy_paths(scores, token_ids, parents)
+
+    def limits(self, texts: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return what ends rows, where that and the logits decide everything; see ``Decoding.limits``."""
+        if self._by_text or self.scores.change_logits:
+            return None
+        return self.room(texts), self._eos
 
     def choose(self, scores: Tensor, reached: Tensor, tree: RowOfTree) -> tuple[Tensor, Tensor]:
         """Take the token with the greatest score; see ``Decoding.choose``."""
         token = scores.argmax(dim=-1, keepdim=True)
         return token, (torch.isin(tree.parents, reached) & (tree.token_ids == token)).nonzero()[:, 0]
+
+
+def greedy_paths(scores: Tensor, token_ids: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last node of each row's deepest path of greatest scores, and the token behind it.
+
+    Args:
+        scores: [B, N, V] after each node.
+        token_ids: Tokens of the nodes, the root first [B, N].
+        parents: Their parents [B, N].
+    """
+    chosen = scores.argmax(dim=-1)
+    node = greedy_accept(token_ids, parents, chosen)
+    return node, chosen.gather(1, node.clamp(min=0)[:, None])[:, 0]

@@ -58,12 +58,7 @@ class Rounds:
         """Run one round for all rows that have not ended."""
         draft = self._drafter.propose(*self._context())
         token_ids, parents = self._with_root(draft)
-        logits = self.session.extend(token_ids, parents)
-        cache = self.session.cache
-        state_bytes, snapshot_bytes = cache.num_node_bytes, cache.num_snapshot_bytes * parents.shape[1]
-        emission = self._decoding.emit(logits, token_ids, parents, self.texts, draft)
-        self.session.commit(emission.node)
-
+        emission, state_bytes = self.session.round(token_ids, parents, self._decoding, self.texts, draft)
         live = ~self.ended
         self.stats.add_round(
             emission.num_tokens[live].tolist(),
@@ -71,7 +66,7 @@ class Rounds:
             depths(parents).max(dim=1).values[live].tolist(),
             parents.shape[1],
             state_bytes,
-            snapshot_bytes,
+            self.session.cache.num_snapshot_bytes * parents.shape[1],
         )
         self._append(emission)
         self._drafter.update(emission.token_ids, emission.num_tokens)

@@ -46,6 +46,7 @@ class Scores:
 
     Attributes:
         textless: Whether no processor looks at text.
+        change_logits: Whether there are processors at all.
 
     Raises:
         ValueError: If a processor cannot be applied row by row and there are several rows.
@@ -62,6 +63,7 @@ class Scores:
                     )
         self._processors = processors
         self.textless = all(type(processor) in _TEXTLESS for processor in processors)
+        self.change_logits = len(processors) > 0
         self._batch = batch
 
     def for_drafts(self) -> "Scores":

@@ -5,13 +5,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from treewy._cache import TreeCache
+from treewy._decoding import Decoding, Emission
+from treewy._draft_tree import DraftTree
 from treewy._masks import refuse_unmaskable, tree_mask
 from treewy._nodes import Nodes, WyNodes
 from treewy.ops import PADDING
-from treewy.passes import find_gdn_layers, redirect_gdn_layers
+from treewy.passes import find_gdn_layers, redirect_layers
 
 
 class Session:
@@ -80,18 +82,13 @@ class Session:
             ValueError: If the cache limit would be passed.
         """
         both = parents if self.parents is None else torch.cat([self.parents, parents], dim=1)
-        columns = self.cache.columns_used + both.shape[1]
-        if self._max_cache_len is not None and columns > self._max_cache_len:
-            raise ValueError(
-                f"{columns} columns are needed but max_cache_len is {self._max_cache_len}: the tree's "
-                f"{both.shape[1]} nodes do not fit; raise max_cache_len or draft a smaller tree"
-            )
+        self._check_room(both.shape[1])
         forward = self.cache.begin(both, token_ids.shape[1])
         try:
             more: dict[str, object] = {"treewy_call": forward} if self._gdn_layers else {}
             if getattr(self._text_config, "output_router_logits", False):
                 more["output_router_logits"] = False  # a training loss over the experts, which reads a mask of tokens
-            with redirect_gdn_layers(self._gdn_layers):
+            with redirect_layers(self._gdn_layers):
                 logits: Tensor = self.model(
                     input_ids=token_ids,
                     attention_mask=tree_mask(self.cache, forward, self._text_config, self.model.dtype),
@@ -111,6 +108,37 @@ class Session:
         assert self.parents is not None
         self.cache.commit(self.parents, accepted_node)
         self.parents = None
+
+    def round(
+        self, token_ids: Tensor, parents: Tensor, decoding: Decoding, texts: list[Tensor], draft: DraftTree
+    ) -> tuple[Emission, int]:
+        """Verify a tree, let a decoding choose, and commit; return what is emitted, and the bytes kept meanwhile.
+
+        Args:
+            token_ids: The root, that is each row's last token, and its drafts [B, N].
+            parents: [B, N].
+            decoding: Who chooses.
+            texts: Each row's text so far.
+            draft: What the nodes behind the root came from.
+        """
+        logits = self.extend(token_ids, parents)
+        num_bytes = self.cache.num_node_bytes
+        emission = decoding.emit(logits, token_ids, parents, texts, draft)
+        self.commit(emission.node)
+        return emission, num_bytes
+
+    def plain_cache(self) -> DynamicCache | None:
+        """Return what is committed as a plain cache, or None if rows have different lengths, which it cannot hold."""
+        same = bool((self.cache.lengths == self.cache.columns_used).all())
+        return self.cache.to_dynamic_cache() if same else None
+
+    def _check_room(self, num_nodes: int) -> None:
+        columns = self.cache.columns_used + num_nodes
+        if self._max_cache_len is not None and columns > self._max_cache_len:
+            raise ValueError(
+                f"{columns} columns are needed but max_cache_len is {self._max_cache_len}: the tree's "
+                f"{num_nodes} nodes do not fit; raise max_cache_len or draft a smaller tree"
+            )
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:

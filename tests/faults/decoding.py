@@ -52,8 +52,8 @@ DECODING = [
     Fault(
         "an end of sequence is looked for in the last token only",
         _DECODING,
-        "torch.arange(emitted.shape[1], device=emitted.device) < count[:, None]",
-        "torch.arange(emitted.shape[1], device=emitted.device) == count[:, None] - 1",
+        ".any(dim=2) & (index < count[:, None])",
+        ".any(dim=2) & (index == count[:, None] - 1)",
         (_STATISTICS + "[None-cut by eos]",),
     ),
     Fault(
@@ -136,8 +136,8 @@ DECODING = [
     Fault(
         "only the first set of end tokens is looked at",
         _DECODING,
-        "for eos in self._eos:",
-        "for eos in self._eos[:1]:",
+        "torch.empty(0, dtype=torch.int64), *eos])",
+        "torch.empty(0, dtype=torch.int64), *eos[:1]])",
         ("tests/test_processors_and_criteria.py::test_criteria_of_the_user_end_a_text_where_they_end_the_plain_one",),
     ),
     Fault(

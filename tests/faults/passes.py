@@ -1,23 +1,26 @@
-"""Mistakes in the passes over the graph of a tree forward."""
+"""Mistakes in the passes over the graph of a tree forward, and in the stores and rounds around it."""
 
 from faults.fault import Fault
 
 _BACKEND = "tests/passes/test_backend.py::"
 _REWRITTEN = _BACKEND + "test_every_layer_is_rewritten_and_nothing_that_is_committed_is_written"
+_ROUNDS = "tests/test_compiled_rounds.py::"
+_STORES = _ROUNDS + "test_stores_equal_a_token_by_token_run_after_every_round[qwen3_next-deferred]"
+_REFUSED = _BACKEND + "test_an_attention_that_a_tree_does_not_know_is_refused_by_name"
 
 PASSES = [
     Fault(
-        "a layer hands out its values for its pseudo-values",
+        "a layer hands out its queries for its keys",
         "passes/_delta_rule_pass.py",
-        'tree.handed_out[layer.name, "pseudo_value"] = pseudo_value',
-        'tree.handed_out[layer.name, "pseudo_value"] = value',
+        'tree.handed_out[layer.name, "key"] = key',
+        'tree.handed_out[layer.name, "key"] = query',
         (_REWRITTEN + "[qwen3_next]",),
     ),
     Fault(
         "a compiled forward scales queries by the width of values",
         "passes/_delta_rule_pass.py",
-        "scale = _shape(key)[-1] ** -0.5",
-        "scale = _shape(value)[-1] ** -0.5",
+        "(_shape(key)[-1] ** -0.5, qk_l2norm)",
+        "(_shape(value)[-1] ** -0.5, qk_l2norm)",
         (_REWRITTEN + "[qwen3_next]",),
     ),
     Fault(
@@ -26,6 +29,20 @@ PASSES = [
         'bias, parents, activation or "")',
         'bias, parents, "")',
         (_REWRITTEN + "[qwen3_next]",),
+    ),
+    Fault(
+        "a compiled attention takes keys for values",
+        "passes/_attention_pass.py",
+        "for x in nodes]",
+        "for x in (nodes[0], nodes[1], nodes[1])]",
+        (_REWRITTEN + "[qwen3_next]",),
+    ),
+    Fault(
+        "what else an attention asks for is dropped",
+        "passes/_attention_pass.py",
+        "    if more:\n",
+        "    if False:\n",
+        (_REFUSED,),
     ),
     Fault(
         "the write that a pass drops is left in the graph",
@@ -47,5 +64,54 @@ PASSES = [
         "names = tuple(tree.handed_out)",
         "names = tuple(reversed(tree.handed_out))",
         (_REWRITTEN + "[qwen3_next]",),
+    ),
+    Fault(
+        "all layers share the ring of the first",
+        "passes/_graph.py",
+        "        name = layer_name, what\n",
+        '        name = next((n for n in self._taken if n[1] == what and "ring" in what), (layer_name, what))\n',
+        (_STORES,),
+    ),
+    Fault(
+        "keys of rejected nodes are committed for those of the path",
+        "treewy_compile/_static_stores.py",
+        "source = torch.where(index < length[:, None], path, index)",
+        "source = index.expand_as(path)",
+        (_STORES,),
+    ),
+    Fault(
+        "a compiled commit leaves the number of known rows",
+        "treewy_compile/_static_stores.py",
+        '        self.of_layers["", "num_known"].copy_(handed_out["", "num_known"])\n',
+        "",
+        (_STORES,),
+    ),
+    Fault(
+        "a compiled commit leaves positions",
+        "treewy_compile/_static_stores.py",
+        "(self.lengths, self._length, self.next_position)",
+        "(self.lengths, self._length)",
+        (_STORES,),
+    ),
+    Fault(
+        "a prefix is read from its pads on",
+        "treewy_compile/_static_stores.py",
+        "self._start.copy_(cache.first_columns())",
+        "self._start.zero_()",
+        (_STORES,),
+    ),
+    Fault(
+        "a second generation goes on with the ring of the first",
+        "treewy_compile/_static_stores.py",
+        'for what in ("num_known", "path_length"):\n            self.of_layers["", what].zero_()',
+        "for what in ():\n            pass",
+        (_ROUNDS + "test_tokens_rounds_and_the_cache_are_those_of_the_eager_engine[deferred]",),
+    ),
+    Fault(
+        "the path is left out of the state that is handed over",
+        "treewy_compile/_static_stores.py",
+        "accepted = torch.where(length > 0, size + length - 1, known - 1)",
+        "accepted = known - 1",
+        (_STORES,),
     ),
 ]

@@ -1,0 +1,186 @@
+"""Compiled rounds over nodes: the forward, what it accepts, and the commit, on CUDA each captured as a graph.
+
+A graph has a number of rows and of nodes, and memory of its own. All else is data: tokens, parents, which node is
+accepted, how long each row is. So one graph serves every tree of its size, and rows that have ended are padding.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
+from transformers import PreTrainedModel
+
+from treewy._decoding import Emission, cut
+from treewy._greedy import greedy_paths
+from treewy._static_stores import HandedOut, StaticStores
+from treewy.ops import PADDING, depths
+from treewy.passes import AttentionLayerInfo, GdnLayerInfo, TreeBackend, redirect_layers
+
+
+class CompiledForward:
+    """A model's rounds over a number of nodes, behind some stores.
+
+    The first call compiles, and runs what was compiled: it changes the stores, so that it cannot be repeated for a
+    capture. The second call captures.
+
+    Args:
+        model: The target.
+        cache_keyword: Name under which the model takes its cache.
+        gdn_layers: Its Gated DeltaNet layers.
+        attention_layers: Its attention layers.
+        stores: Where everything lies; another place needs another object.
+        num_nodes: N.
+        inner: Backend behind ours.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache_keyword: str,
+        gdn_layers: list[GdnLayerInfo],
+        attention_layers: list[AttentionLayerInfo],
+        stores: StaticStores,
+        num_nodes: int,
+        inner: str,
+    ) -> None:
+        self._model, self._stores = model, stores
+        self._layers: list[GdnLayerInfo | AttentionLayerInfo] = [*gdn_layers, *attention_layers]
+        lengths = stores.lengths
+        self._token_ids = lengths.new_zeros(len(lengths), num_nodes)
+        self._parents = torch.full_like(self._token_ids, PADDING)
+        self._accepted_node, self._room = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        self._eos = lengths.new_zeros(0)
+        # A mask with four dimensions is taken as it is; passes leave nothing that would read it.
+        mask = torch.ones(len(lengths), 1, num_nodes, 1, dtype=torch.bool, device=lengths.device)
+        more: dict[str, Any] = {cache_keyword: stores.cache}
+        if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
+            more["output_router_logits"] = False  # a training loss over the experts, which reads a mask of tokens
+
+        def forward(token_ids: Tensor, parents: Tensor, next_position: Tensor, prefix: Any) -> Tensor:
+            logits: Tensor = model(
+                input_ids=token_ids,
+                attention_mask=mask,
+                position_ids=next_position[..., None] + depths(parents).clamp(min=0),
+                use_cache=True,
+                return_dict=True,
+                treewy_parents=parents,
+                treewy_prefix=prefix,
+                **more,
+            ).logits
+            return logits
+
+        self._backend = TreeBackend(gdn_layers, attention_layers, stores.of_layers, inner)
+        self._forward = torch.compile(_with_own_code(forward), fullgraph=True, dynamic=False, backend=self._backend)
+        self._accept: Callable[..., Emission] = _accept
+        self._commit: Callable[..., None] = StaticStores.commit
+        if inner == "inductor":
+            self._accept, self._commit = (
+                torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
+                for function in (_accept, StaticStores.commit)
+            )
+        self._handed_out: HandedOut = {}
+        self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Capture again: keys and values have moved."""
+        self._verified = self._captured(self._verify)
+        self._committed = self._captured(self._commit_accepted)
+        self._rounds = self._captured(self._round)
+
+    def _captured(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return Captured(function) if self._token_ids.is_cuda else function
+
+    def verify(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Return the logits of nodes [B, N, V]; they are overwritten by the next call."""
+        self._token_ids.copy_(token_ids)
+        self._parents.copy_(parents)
+        logits: Tensor
+        logits, self._handed_out = self._verified()
+        return logits
+
+    def commit(self, accepted_node: Tensor) -> None:
+        """Commit the path to a node [B] of those that were verified last."""
+        self._accepted_node.copy_(accepted_node)
+        self._committed()
+
+    def round(self, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor) -> Emission:
+        """Verify nodes, follow the greatest logits, commit.
+
+        Args:
+            token_ids: [B, N].
+            parents: [B, N].
+            room: How many tokens each row may emit [B].
+            eos: Tokens that end a row [E].
+        """
+        if eos.shape != self._eos.shape:
+            self._eos, self._rounds = torch.zeros_like(eos), self._captured(self._round)
+        places = self._token_ids, self._parents, self._room, self._eos
+        for place, value in zip(places, (token_ids, parents, room, eos), strict=True):
+            place.copy_(value)
+        emission: Emission = self._rounds()
+        return emission
+
+    def _verify(self) -> tuple[Tensor, HandedOut]:
+        place = self._stores.next_position, self._stores.prefix
+        try:
+            with redirect_layers(self._layers):
+                logits = self._forward(self._token_ids, self._parents, *place)
+        except BackendCompilerFailed as failed:
+            if isinstance(failed.inner_exception, ValueError):  # what a pass refuses is a mistake of its caller's
+                raise failed.inner_exception from failed
+            raise
+        return logits, self._backend.handed_out
+
+    def _commit_accepted(self) -> None:
+        self._commit(self._stores, self._handed_out, self._parents, self._accepted_node)
+
+    def _round(self) -> Emission:
+        logits, handed_out = self._verify()
+        emission = self._accept(logits, self._token_ids, self._parents, self._room, self._eos)
+        self._commit(self._stores, handed_out, self._parents, emission.node)
+        return emission
+
+
+class Captured:
+    """A function without arguments, captured as a CUDA graph at its second call and replayed from then on.
+
+    The first call runs it: it may compile and make room for itself, which a capture must not. What a replay returns is
+    overwritten by the next.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._results: Any = None
+        self._has_run = False
+
+    def __call__(self) -> Any:
+        """Run, capture and replay, or replay."""
+        if not self._has_run:
+            results = self._function()
+            self._has_run = True
+            return results
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._results = self._function()
+        self._graph.replay()
+        return self._results
+
+
+def _accept(logits: Tensor, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor) -> Emission:
+    return cut(token_ids, parents, *greedy_paths(logits, token_ids, parents), room, eos)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with a code object of its own.
+
+    Dynamo keeps what it compiles by code object, and a limited number of it: forwards over other numbers of nodes and
+    of other models would count as one function that is compiled again and again.
+    """
+    assert isinstance(function, FunctionType)
+    code, closure = function.__code__.replace(), function.__closure__
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
