@@ -71,8 +71,7 @@ def test_what_is_captured_has_the_bits_of_what_is_not(dtype: torch.dtype, monkey
             tokens = torch.randint(0, VOCAB_SIZE, (2, size), generator=generator)
             seen.append(session.extend(tokens.cuda(), parents.cuda()).clone())
             session.commit(torch.randint(-1, size, (2,), generator=generator).cuda())
-        assert session._stores is not None
-        session._stores.unload(session.cache)
+        session.stores.unload(session.cache)
         return [*seen, *(x for layer in session.cache.state_layers for x in (layer.state, layer.window))]
 
     captured = play()
@@ -89,7 +88,7 @@ def test_a_greedy_round_is_one_launch() -> None:
     prompt = torch.randint(0, VOCAB_SIZE, (1, 9)).cuda()
     session.prefill(prompt, torch.ones_like(prompt))
     tokens, parents = torch.randint(0, VOCAB_SIZE, (1, 5)).cuda(), torch.tensor([[-1, 0, 0, 1, 1]]).cuda()
-    forward, nodes = session._prepare(tokens, parents)
+    forward, nodes = session.prepare(tokens, parents)
     limits = torch.tensor([50]).cuda(), torch.tensor([], dtype=torch.int64).cuda()
     for _ in range(3):
         forward.round(*nodes, *limits)

@@ -123,6 +123,11 @@ class CompiledForward:
         emission: Emission = self._rounds()
         return emission
 
+    @property
+    def round_graph(self) -> torch.cuda.CUDAGraph | None:
+        """The graph of a round, once it is captured."""
+        return getattr(self._rounds, "graph", None)
+
     def _verify(self) -> tuple[Tensor, HandedOut]:
         place = self._stores.next_position, self._stores.prefix
         try:
@@ -153,7 +158,7 @@ class Captured:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self._results: Any = None
         self._has_run = False
 
@@ -163,11 +168,13 @@ class Captured:
             results = self._function()
             self._has_run = True
             return results
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+        if self.graph is None:
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph):
                 self._results = self._function()
-        self._graph.replay()
+            graph.instantiate()
+            self.graph = graph
+        self.graph.replay()
         return self._results
 
 

@@ -36,8 +36,8 @@ class CompiledTarget:
         self._stores: StaticStores | None = None
         self._forwards: dict[int, CompiledForward] = {}
 
-    def stores(self, session: Session, num_nodes: int) -> StaticStores:
-        """Return stores for the rows of a session after its prefill, loaded."""
+    def load(self, session: Session, num_nodes: int) -> StaticStores:
+        """Return stores that hold what a session has committed, with room for so many nodes."""
         cache, stores = session.cache, self._stores
         if stores is None or len(stores.lengths) != len(cache.lengths) or stores.num_nodes < num_nodes:
             self._forwards.clear()
@@ -84,7 +84,7 @@ class CompiledSession(Session):
         """Compute the logits of a tree; see ``Session.extend``."""
         assert self.parents is None, "a compiled tree is one forward"
         num_nodes = parents.shape[1]
-        self._forward, nodes = self._prepare(token_ids, parents)
+        self._forward, nodes = self.prepare(token_ids, parents)
         logits = self._forward.verify(*nodes)
         self.parents = nodes[1]
         return logits[:, :num_nodes]
@@ -104,12 +104,17 @@ class CompiledSession(Session):
         if limits is None:
             emission, _ = super().round(token_ids, parents, decoding, texts, draft)
         else:
-            forward, nodes = self._prepare(token_ids, parents)
+            forward, nodes = self.prepare(token_ids, parents)
             room, eos = (limit.to(token_ids.device) for limit in limits)
             emission = forward.round(*nodes, room, eos).cloned()
             self._follow()
+        return emission, self.stores.num_bytes
+
+    @property
+    def stores(self) -> StaticStores:
+        """Where everything lies since the first tree."""
         assert self._stores is not None
-        return emission, self._stores.num_bytes
+        return self._stores
 
     def plain_cache(self) -> DynamicCache | None:
         """Return what is committed as a plain cache; see ``Session.plain_cache``."""
@@ -117,15 +122,17 @@ class CompiledSession(Session):
             self._stores.unload(self.cache)
         return super().plain_cache()
 
-    def _prepare(self, token_ids: Tensor, parents: Tensor) -> tuple[CompiledForward, tuple[Tensor, Tensor]]:
-        """Make room for a tree, and pad it to the number of nodes of a compiled forward."""
+    def prepare(
+        self, token_ids: Tensor, parents: Tensor, columns: int = 0
+    ) -> tuple[CompiledForward, tuple[Tensor, Tensor]]:
+        """Make room for a tree behind at least so many columns, and pad it to the size of a compiled forward."""
         self._check_room(parents.shape[1])
         size = 1 if parents.shape[1] == 1 else parents.shape[1] + -parents.shape[1] % _BUCKET
         if self._stores is None or self._stores.num_nodes < size:
             if self._stores is not None:
                 self._stores.unload(self.cache)
-            self._stores = self._target.stores(self, size)
-        if self._stores.reserve(self.cache.columns_used + size):
+            self._stores = self._target.load(self, size)
+        if self._stores.reserve(max(columns, self.cache.columns_used) + size):
             self._target.forget_graphs()
         more = 0, size - parents.shape[1]
         padded = torch.nn.functional.pad(token_ids, more), torch.nn.functional.pad(parents, more, value=PADDING)
@@ -133,8 +140,7 @@ class CompiledSession(Session):
 
     def _follow(self) -> None:
         """Let the lengths of the cache follow those of the stores."""
-        assert self._stores is not None
-        self.cache.lengths = self._stores.lengths.clone()
+        self.cache.lengths = self.stores.lengths.clone()
         self.cache.columns_used = int(self.cache.lengths.max())
 
 

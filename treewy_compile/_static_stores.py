@@ -180,8 +180,12 @@ class StaticStores:
             for pool, what in ((self._keys, "key"), (self._values, "value")):
                 new = stacked(self._attention_layers, what)
                 pool[:, rows, :, target] = new[:, rows, :, source]
+        self.lengthen(length)
+
+    def lengthen(self, columns: Tensor | int) -> None:
+        """Count so many columns more as committed, in each row or in all."""
         for counter in (self.lengths, self._length, self.next_position):
-            counter.add_(length)
+            counter.add_(columns)
 
 
 class _StaticState(LinearAttentionLayer):  # type: ignore[misc]

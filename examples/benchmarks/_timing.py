@@ -41,7 +41,7 @@ class Replay:
             with torch.cuda.graph(self._graph):
                 self._run()
             self._graph.instantiate()
-            self.launches = _graph_nodes(self._graph) // (self._passes * len(calls))
+            self.launches = graph_nodes(self._graph) // (self._passes * len(calls))
 
     def _run(self) -> None:
         for _ in range(self._passes):
@@ -70,7 +70,8 @@ class Replay:
         return statistics.median(times) * 1e3 / (self._passes * len(self._calls))
 
 
-def _graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
+def graph_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Return the kernels, copies and fills of a graph that was kept (``keep_graph=True``)."""
     count = ctypes.c_size_t()
     raw = ctypes.c_void_p(graph.raw_cuda_graph())
     status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(raw, None, ctypes.byref(count))
