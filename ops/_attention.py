@@ -8,16 +8,29 @@ accepted. The prefix of row b is the columns `prefix_start[b] <= c < prefix_star
 batch may have different lengths and different left padding, and their bounds stay on the device.
 
 Query head h uses key head h // (HQ / HKV); the queries of a group are rows of one product, so keys are never repeated.
-Cache columns outside the prefix are masked by score and weigh exactly 0, but their values are still multiplied by it:
-they may hold any finite numbers, and no NaN.
+
+The reference masks cache columns outside the prefix by score: they weigh exactly 0, but their values are still
+multiplied by it, so that they may hold any finite numbers, and no NaN. On CUDA two kernels load the prefix alone: the
+first gives each of many programs a share of it, or the tree, and finds a softmax over that part, the second combines
+the parts (`_attention_kernel.py`). Their time follows from the length of the prefix, not from the room in the cache.
 """
+
+import importlib.util
+import math
 
 import torch
 from torch import Tensor
 
+from treewy.ops._launch import attention_options
 from treewy.ops._registration import tree_op
 from treewy.ops._tree import PADDING, ancestor_mask
 from treewy.ops._validation import check_group, check_index, check_nodes, check_rank, check_shape
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    from torch.library import wrap_triton
+
+    from treewy.ops._attention_kernel import tree_attention_merge_kernel, tree_attention_parts_kernel
 
 
 def _reference(
@@ -61,7 +74,78 @@ def _reference(
     return outputs.masked_fill(padding[:, :, None, None], 0.0).to(query.dtype).contiguous()
 
 
-_tree_attention = tree_op("tree_attention")(_reference)
+def _kernels_apply(*tensors: Tensor) -> bool:
+    """Tell whether the kernels run: on CUDA, where all tensors have one dtype and this is not float64."""
+    dtype = tensors[0].dtype
+    return tensors[0].device.type == "cuda" and dtype != torch.float64 and all(x.dtype == dtype for x in tensors)
+
+
+def _dense_vectors(x: Tensor) -> Tensor:
+    """Return x itself where the numbers of each vector lie side by side, whatever the strides between vectors."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@tree_op("tree_attention")
+def _tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    prefix_start: Tensor,
+    prefix_length: Tensor,
+    parents: Tensor,
+    scale: float,
+) -> Tensor:
+    if not _kernels_apply(query, key, value, key_cache, value_cache):
+        return _reference(query, key, value, key_cache, value_cache, prefix_start, prefix_length, parents, scale)
+    batch, num_nodes, query_heads, head_dim = query.shape
+    grid, options = attention_options(query, key.shape[2])
+    parts = options["PARTS"]
+    query, key, value = _dense_vectors(query), _dense_vectors(key), _dense_vectors(value)
+    key_cache, value_cache = _dense_vectors(key_cache), _dense_vectors(value_cache)
+    greatest = query.new_empty(batch, num_nodes, query_heads, parts, dtype=torch.float32)
+    total = torch.empty_like(greatest)
+    values = greatest.new_empty(batch, num_nodes, query_heads, parts, head_dim)
+    wrap_triton(tree_attention_parts_kernel)[grid](
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        prefix_start.contiguous(),
+        prefix_length.contiguous(),
+        parents,
+        greatest,
+        total,
+        values,
+        num_nodes,
+        scale * math.log2(math.e),
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *parents.stride(),
+        **options,
+    )
+    output = query.new_empty(query.shape)
+    width = min(options["DP"], 4096 // parts)  # dimensions a program, whose tile has a row for each part
+    wrap_triton(tree_attention_merge_kernel)[(batch * num_nodes * query_heads, triton.cdiv(head_dim, width))](
+        greatest,
+        total,
+        values,
+        parents,
+        output,
+        num_nodes,
+        *parents.stride(),
+        QUERY_HEADS=query_heads,
+        PARTS=parts,
+        D=head_dim,
+        WIDTH=width,
+        num_warps=4,
+    )
+    return output
 
 
 @_tree_attention.register_fake
@@ -96,12 +180,17 @@ def tree_attention(
 
     The softmax is in float32, in float64 for queries of float64. Query head h uses key head h // (HQ / HKV).
 
+    On CUDA, kernels run where queries, keys, values and caches are all bfloat16, float16 or float32; float64 and
+    mixtures take the reference. The kernels take up to 128 nodes and head dimensions up to 256, round the weights to
+    that dtype before they meet the values, and read of the caches the prefix alone.
+
     Args:
         query: `[B, N, HQ, D]`, floating.
         key: `[B, N, HKV, D]`, floating.
         value: `[B, N, HKV, D]`, floating.
-        key_cache: `[B, HKV, L, D]`, floating; finite outside the prefix too.
-        value_cache: `[B, HKV, L, D]`, floating; finite outside the prefix too.
+        key_cache: `[B, HKV, L, D]`, floating; finite outside the prefix too, where the reference runs. Any strides will
+            do, of all tensors; without a copy on CUDA those in which the last dimension is dense.
+        value_cache: `[B, HKV, L, D]`, likewise.
         prefix_start: `[B]`, integer: the first column of the prefix, in columns.
         prefix_length: `[B]`, integer: its length, in columns.
         parents: `[B, N]`, integer; -1 for a child of the prefix, `PADDING` for no node.
@@ -111,7 +200,7 @@ def tree_attention(
         `[B, N, HQ, D]` in the dtype of `query`; 0 for padding.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape or dtype does not fit, or exceeds what the kernels take.
 
     Example:
         Without a prefix a root sees only itself, and returns its own value.

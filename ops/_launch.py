@@ -1,4 +1,4 @@
-"""How the kernels of the solve, the round and the commit are launched: tiles, warps and what they cannot do.
+"""How the kernels of the solve, the round, the commit and the attention are launched: tiles, warps and their limits.
 
 The choices are measured, see `docs/benchmarks/ops.json`. They depend on shapes and on the GPU's shared memory alone:
 nothing is tuned at run time, and a size that is symbolic under `torch.compile` is compared with the ends of its bucket
@@ -16,6 +16,8 @@ LARGEST_TREE = 128
 _BLOCK = 16
 _PERSISTENT_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200; where fewer fit, some wait
 _FEW_TABLES = 264  # with so many or fewer, tables leave multiprocessors idle
+_MOST_PARTS = 64  # in which columns are attended to; each takes scratch, and is a term of a sum
+_PROGRAMS_WITH_PARTS = 264  # with so many there are parts enough: two a multiprocessor, as above
 
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -181,6 +183,47 @@ def pass_options(
         "NODES": blocks * _BLOCK,
         "STAGES": ahead + 1,
         "num_warps": 4,
+    }
+
+
+def attention_options(query: Tensor, key_heads: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Return grid and options of `tree_attention_parts_kernel`: the largest tiles that do not spill, not measured yet.
+
+    With 64 rows a key is read once for the nodes of a small tree and all query heads of a group; more would not fit the
+    registers, those of 8 warps for 256 dimensions. In float32 each warp keeps the queries as two halves, so that there
+    are no more than 16 rows of 128 dimensions, and as many of 256 spill.
+    """
+    batch, num_nodes, query_heads, head_dim = query.shape
+    if num_nodes > LARGEST_TREE:
+        raise ValueError(
+            f"query has {num_nodes} nodes, the kernels take up to {LARGEST_TREE}; split the tree, giving each part the "
+            "ancestors of its nodes"
+        )
+    if head_dim > 256:
+        raise ValueError(f"query has head dimension {head_dim}, the kernels take up to 256")
+    ratio, width, float32 = query_heads // key_heads, power_of_two(head_dim), query.dtype == torch.float32
+    most_rows = max(_BLOCK, 2048 // width) if float32 else 64
+    rows = _BLOCK
+    while rows < most_rows and rows < ratio * num_nodes:
+        rows *= 2
+    wide = width == 256 and (float32 or rows == 64)
+    columns = _BLOCK if wide and float32 else 2 * _BLOCK
+    # Two blocks of keys and values on their way beside the one in work, if they fit beside the queries.
+    stages = 3 if query.element_size() * width * (rows + 3 * 2 * columns) + 4096 <= shared_memory() else 2
+    programs = batch * key_heads * tiles(ratio * bucket(num_nodes), rows)
+    parts = _MOST_PARTS
+    while parts > 2 and parts * programs > _PROGRAMS_WITH_PARTS:  # one range guard a halving when the batch is symbolic
+        parts //= 2
+    return (parts, key_heads * tiles(ratio * num_nodes, rows), batch), {
+        "RATIO": ratio,
+        "KEY_HEADS": key_heads,
+        "PARTS": parts,
+        "D": head_dim,
+        "DP": width,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "STAGES": stages,
+        "num_warps": 8 if wide else 4,
     }
 
 

@@ -41,6 +41,12 @@ def _kv_commit(num_nodes: int, head_dim: int) -> Case:
     return ops.tree_kv_commit_, (keys, values, _tensor(2), _tensor(2), _tensor(2, num_nodes), _tensor(2))
 
 
+def _attention(num_nodes: int, head_dim: int, dtype: torch.dtype = BFLOAT16, *, batch: int = 2) -> Case:
+    query, key, value = (_tensor(batch, num_nodes, heads, head_dim, dtype=dtype) for heads in (16, 4, 4))
+    cache = _tensor(batch, 4, 4096, head_dim, dtype=dtype)
+    return ops.tree_attention, (query, key, value, cache, cache, *(_tensor(batch),) * 2, _tensor(batch, num_nodes), 0.1)
+
+
 def _nodes(batch: int, num_nodes: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Value, query, key, log decay, beta, committed state and parents of some rows."""
     key_heads, value_heads, (key_dim, value_dim) = 16, 32, dims
@@ -104,6 +110,15 @@ CASES = {
     "commit of keys and values, 16 nodes": _kv_commit(16, 256),
     "commit of keys and values, 64 nodes": _kv_commit(64, 256),
     "commit of keys and values, 128 nodes": _kv_commit(128, 256),
+    "attention, 64": _attention(16, 64),
+    "attention, 128": _attention(16, 128),
+    "attention, 256": _attention(16, 256),
+    "attention, 256, 48 nodes, many rows": _attention(48, 256, batch=40),
+    "attention, 256, 2 nodes": _attention(2, 256),
+    "attention, 256, float16": _attention(16, 256, torch.float16),
+    "attention, 64, float32": _attention(16, 64, FLOAT32),
+    "attention, 128, float32": _attention(16, 128, FLOAT32),
+    "attention, 256, float32": _attention(16, 256, FLOAT32),
     "snapshots, 64 x 64": _snapshots(2, 16, (64, 64)),
     "snapshots, 64 x 64, many rows": _snapshots(32, 16, (64, 64)),
     "snapshots, 128 x 128": _snapshots(2, 16, (128, 128)),

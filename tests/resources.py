@@ -71,8 +71,11 @@ def launches(function: Callable[..., Any], *args: Any) -> list[Launch]:
     return found
 
 
-def resources(launch: Launch, capability: int) -> Resources:
-    """Compile `launch` for `capability` (90 for sm_90) and return what it takes."""
+def resources(launch: Launch, capability: int, *, as_inductor: bool = False) -> Resources:
+    """Compile `launch` for `capability` (90 for sm_90) and return what it takes.
+
+    Numbers reach a kernel in float32, from the code of Inductor in float64.
+    """
 
     def argument(x: Any) -> Any:
         return _Pointer(x) if isinstance(x, Tensor) else x
@@ -90,6 +93,11 @@ def resources(launch: Launch, capability: int) -> Resources:
         triton.knobs.compilation.always_compile = True  # what is found in the cache on disk brings no log
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = launch.kernel.run(*args, grid=launch.grid, warmup=True, **kwargs)
+        if as_inductor:
+            source = compiled.src
+            source.signature = {name: "fp64" if kind == "fp32" else kind for name, kind in source.signature.items()}
+            options = {name: getattr(compiled.metadata, name) for name in ("num_warps", "num_stages")}
+            compiled = triton.compile(source, target=compiled.metadata.target, options=options)
     del launch.kernel.device_caches[device]
     log = output.getvalue()
     return Resources(

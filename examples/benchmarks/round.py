@@ -2,7 +2,7 @@
 
 Run ``python examples/benchmarks/round.py --json docs/benchmarks/round.json`` on a CUDA device with room for the model,
 9 GB; ``--quick`` goes the same way with a tiny one and without a graph, for tests. Exits with 1, and times nothing, if
-logits are not those of the eager engine.
+logits are off by more than twice what those of the eager engine are.
 
 Random weights reject what random drafts propose, so each round commits its root, and one of a node is plain decoding.
 Times are medians over replays; the floor is what a round must read, all weights but the embeddings, and keys and values
@@ -11,6 +11,7 @@ columns are zeros.
 """
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -30,16 +31,15 @@ from treewy._session import Session
 Size = tuple[int, int, int]
 
 GOALS: dict[Size, float] = {
-    (1, 1, 128): 1.25,
     (1, 16, 128): 1.35,
-    (1, 40, 128): 1.6,
-    (8, 16, 128): 1.7,
     (1, 16, 32768): 1.35,
+    (1, 1, 128): 1.25,
+    (8, 16, 128): 1.7,
+    (1, 40, 128): 1.6,
 }
-"""Times the floor, by batch, nodes and prefix."""
+"""Times the floor, by batch, nodes and prefix; what is compiled serves until the batch changes or a tree is larger."""
 
 _PROMPT = 128
-_BFLOAT16_BOUND = 5e-2  # of logits, relative to the greatest: two ways of computing 32 layers in bfloat16
 _SHAPE = {
     "vocab_size": 151936,
     "hidden_size": 2560,
@@ -109,19 +109,24 @@ def bytes_read(model: PreTrainedModel, batch: int, prefix: int) -> int:
     return sum(weight.nbytes for weight in weights) - model.get_input_embeddings().weight.nbytes + cache
 
 
-def logit_difference(model: PreTrainedModel, target: CompiledTarget, device: str) -> float:
-    """Return how far the logits of three compiled rounds are from the eager engine's, relative to the greatest."""
+def logit_errors(model: PreTrainedModel, target: CompiledTarget, device: str) -> tuple[float, float]:
+    """Return the errors of the logits of three eager and three compiled rounds, relative to the greatest.
+
+    Against the same model in float32, so that they can be compared with each other.
+    """
     generator = torch.Generator().manual_seed(1)
     prompt, tokens = (torch.randint(0, 100, (1, n), generator=generator).to(device) for n in (64, 13))
     logits = []
-    for session in (Session(model), CompiledSession(target)):
+    exact = Session(copy.deepcopy(model).float())
+    for session in (exact, Session(model), CompiledSession(target)):
         session.prefill(prompt, torch.ones_like(prompt))
         seen = []
         for accepted in (4, 12, 0):
             seen.append(session.extend(tokens, tree_of(13, 1, device)).float())
             session.commit(torch.tensor([accepted], device=device))
         logits.append(torch.cat(seen))
-    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+    eager, compiled = (float((x - logits[0]).abs().max() / logits[0].abs().max()) for x in logits[1:])
+    return eager, compiled
 
 
 def median_ms(function: Callable[[], object], device: str) -> float:
@@ -184,9 +189,10 @@ def main() -> int:
     target = CompiledTarget(model, "aot_eager" if arguments.quick else "inductor", arguments.policy)
     start = time.perf_counter()
     with torch.no_grad():
-        difference = logit_difference(model, target, device)
-        print(f"logits differ by {difference:.1e} from the eager engine's, after {time.perf_counter() - start:.0f} s")
-        if not difference <= _BFLOAT16_BOUND:
+        eager_error, error = logit_errors(model, target, device)
+        seconds = time.perf_counter() - start
+        print(f"logits are off by {error:.1e}, those of the eager engine by {eager_error:.1e}, after {seconds:.0f} s")
+        if not error <= 2 * eager_error + 1e-6:
             return 1
         rows = []
         for size, goal in GOALS.items():
@@ -197,11 +203,16 @@ def main() -> int:
                 f"first calls {row.first_call_s:.0f} s",
                 flush=True,
             )
-    if arguments.json is not None:
-        content = {"copy_tb_s": bandwidth / 1e6, "greatest_logit_difference": difference}
-        packages = ("torch", "transformers") if arguments.quick else ("torch", "triton", "transformers")
-        rows_written = [asdict(row) for row in rows]
-        write_record(arguments.json, device, packages, commit=arguments.commit, **content, rows=rows_written)
+            if arguments.json is not None:  # after each row: compiling all sizes takes minutes
+                write_record(
+                    arguments.json,
+                    device,
+                    ("torch", "transformers") if arguments.quick else ("torch", "triton", "transformers"),
+                    commit=arguments.commit,
+                    copy_tb_s=bandwidth / 1e6,
+                    logit_errors={"eager": eager_error, "compiled": error},
+                    rows=[asdict(row) for row in rows],
+                )
     return 0
 
 

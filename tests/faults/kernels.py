@@ -5,6 +5,7 @@ from faults.fault import Fault
 _SOLVE = "tests/ops/test_solve_interpreted.py::"
 _TREES = _SOLVE + "test_equals_the_recurrence_whatever_padding_holds"
 _VERIFY = "tests/ops/test_verify.py::test_the_kernels_equal_the_recurrence"
+_ATTENTION = "tests/ops/test_attention_interpreted.py::"
 
 KERNELS = [
     Fault(
@@ -223,5 +224,40 @@ KERNELS = [
         "node = tl.where(slot >= 0, node, -1)",
         "slot = tl.maximum(slot, 0)",
         (_SOLVE + "test_a_commit_in_place_writes_the_slots_of_rows_that_commit_and_no_other",),
+    ),
+    Fault(
+        "a share of the prefix ends a block early",
+        "ops/_attention_kernel.py",
+        "stop = tl.minimum(((part + 1) * blocks // (PARTS - 1)) * COLUMNS, length)",
+        "stop = tl.minimum(((part + 1) * blocks // (PARTS - 1) - 1) * COLUMNS, length)",
+        (_ATTENTION + "test_shares_of_several_blocks_which_are_not_all_of_one_size",),
+    ),
+    Fault(
+        "the attention reads the rest of the last block, which is outside the prefix",
+        "ops/_attention_kernel.py",
+        "stop = tl.minimum(((part + 1) * blocks // (PARTS - 1)) * COLUMNS, length)",
+        "stop = ((part + 1) * blocks // (PARTS - 1)) * COLUMNS",
+        (_ATTENTION + "test_shares_of_several_blocks_which_are_not_all_of_one_size",),
+    ),
+    Fault(
+        "the attention drops ancestors behind the first 64 nodes",
+        "ops/_attention_kernel.py",
+        "high = tl.where(current >= 64, high | bit, high)",
+        "high = tl.where(current >= 128, high | bit, high)",
+        (_ATTENTION + "test_trees[chain of 70]",),
+    ),
+    Fault(
+        "parts of the attention are added as if they had one greatest score",
+        "ops/_attention_kernel.py",
+        "weights = tl.exp2(greatest - tl.max(greatest, 0))",
+        "weights = tl.where(greatest > float('-inf'), 1.0, 0.0)",
+        (_ATTENTION + "test_trees[one node]",),
+    ),
+    Fault(
+        "the attention of a node of padding is what its scratch holds",
+        "ops/_attention_kernel.py",
+        "result = tl.where(parent != -2, result, 0.0)",
+        "result = tl.where(parent != -3, result, 0.0)",
+        (_ATTENTION + "test_trees[tiles of padding]",),
     ),
 ]

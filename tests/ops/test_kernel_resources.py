@@ -32,8 +32,14 @@ TARGETS = [
 
 
 # Bytes that Triton 3.9 spills. With 3.6, with which tiles were chosen on an H200, rounds of 128 x 128 spill 8 to 24
-# bytes on sm_90, heads of 256 another 260; solves spill 8 behind a prefix of 32.
+# bytes on sm_90, heads of 256 another 260; solves spill 8 behind a prefix of 32. Attention in float32 keeps queries of
+# 256 dimensions as two halves in registers, with 3.6 it spills 324 to 496 bytes of them.
 KNOWN_SPILLS = {
+    ("attention, 256, float32", 80): 124,
+    ("attention, 256, float32", 89): 104,
+    ("attention, 256, float32", 90): 188,
+    ("attention, 256, float32", 100): 188,
+    ("attention, 256, float32", 120): 220,
     ("tables, float16", 80): 68,
     ("tables, 128 x 128", 89): 44,
     ("tables, 40 nodes", 90): 16,
@@ -69,6 +75,15 @@ def test_kernels_neither_spill_nor_exceed_shared_memory(case: str, capability: i
         taken = resources(launch, capability)
         assert taken.spill_bytes <= KNOWN_SPILLS.get((case, capability), 0), (launch.kernel, taken)
         assert taken.shared_bytes <= SHARED_BYTES[capability], (launch.kernel, taken)
+
+
+@pytest.mark.parametrize("case", ["attention, 64", "snapshots, 64 x 64", "solve", "tables, 64 x 64", "verify"])
+def test_numbers_from_inductor_are_computed_with_in_float32(case: str) -> None:
+    """They come in float64. Sums along paths are in float64 anyway."""
+    function, args = CASES[case]
+    for launch in launches(function, *args):
+        eager, compiled = (resources(launch, 90, as_inductor=as_inductor) for as_inductor in (False, True))
+        assert compiled.ptx.count(".f64") <= eager.ptx.count(".f64") + 4, launch.kernel  # loaded and converted
 
 
 def test_a_tile_that_does_not_fit_into_the_registers_is_seen_to_spill() -> None:
