@@ -102,7 +102,7 @@ def tree_attention_parts_kernel(
 ):
     part, key_head = tl.program_id(0), (tl.program_id(1) % KEY_HEADS).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
-    scale = scale.to(tl.float32)  # Inductor hands numbers over in float64
+    scale = tl.cast(scale, tl.float32)  # Inductor hands numbers over in float64
     place = (tl.program_id(1) // KEY_HEADS) * ROWS + tl.arange(0, ROWS)
     node, head = place // RATIO, key_head * RATIO + place % RATIO
     parents_ptr += row * parents_row_stride

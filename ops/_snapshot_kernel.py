@@ -70,7 +70,7 @@ def tree_snapshots_kernel(
     COLUMNS: tl.constexpr,
 ):
     TILES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
-    scale = scale.to(tl.float32)  # Inductor hands numbers over in float64
+    scale = tl.cast(scale, tl.float32)  # Inductor hands numbers over in float64
     row = (tl.program_id(0) // (TILES * VALUE_HEADS)).to(tl.int64)
     head = tl.program_id(0) // TILES % VALUE_HEADS
     column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)

@@ -195,7 +195,7 @@ def tree_solve_kernel(
     that its mask names.
     """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    scale = scale.to(tl.float32)  # Inductor hands numbers over in float64
+    scale = tl.cast(scale, tl.float32)  # Inductor hands numbers over in float64
     key_head = head // (HV // HK)
     BLOCKS: tl.constexpr = NODES // BLOCK
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)

@@ -266,7 +266,7 @@ def tree_tables_kernel(
     """
     BLOCKS: tl.constexpr = NODES // BLOCK
     part, head, row = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS, tl.program_id(1)
-    scale = scale.to(tl.float32)  # Inductor hands numbers over in float64
+    scale = tl.cast(scale, tl.float32)  # Inductor hands numbers over in float64
     key_head = head // (HV // HK)
     path += row * LAST
     path_nodes = tl.zeros([BLOCK], tl.int32)
