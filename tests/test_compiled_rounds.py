@@ -21,6 +21,9 @@ from treewy._session import Session
 
 COMPILED_FAMILIES = [family for family in FAMILIES if family != "lara_mini"]  # which has sliding windows
 
+GRAPHS = 3
+"""Of a number of nodes: the forward, what it accepts, and the commit."""
+
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_is_kept() -> Iterator[None]:
@@ -52,7 +55,7 @@ def test_stores_equal_a_token_by_token_run_after_every_round(family: str, commit
     after_round = CompiledStoresFollow(plain_model(family), MIXED.lengths, num_pads=2)
     session = CompiledSession(CompiledTarget(model, "aot_eager", commit))
     play_script(model, MIXED, after_round, num_pads=2, max_new_tokens=40, session=session)
-    assert graphs() <= 2  # with and without drafts
+    assert graphs() <= 2 * GRAPHS  # with and without drafts
 
 
 @pytest.mark.parametrize("commit", RING_ROWS)
@@ -82,10 +85,9 @@ def test_nothing_is_compiled_again_when_keys_and_values_grow(monkeypatch: pytest
     prompt, mask = left_padded([5, 3], seed=1)
     plain = greedy(model, prompt, mask, 90)
     treewy.compile(model, backend="aot_eager")
-    treewy.compile(model, backend="aot_eager")
     output = speculative(model, prompt, mask, max_new_tokens=90, prompt_lookup_num_tokens=3)
     assert output.sequences.tolist() == plain.tolist()
-    assert graphs() <= 2
+    assert graphs() <= 2 * GRAPHS
 
 
 def test_what_a_round_returns_is_the_same_with_a_decoding_on_the_host() -> None:

@@ -76,9 +76,9 @@ class CompiledForward:
         self._forward = torch.compile(_with_own_code(forward), fullgraph=True, dynamic=False, backend=self._backend)
         self._accept: Callable[..., Emission] = _accept
         self._commit: Callable[..., None] = StaticStores.commit
-        if inner == "inductor":
+        if inner != "eager":
             self._accept, self._commit = (
-                torch.compile(_with_own_code(function), fullgraph=True, dynamic=False)
+                torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=inner)
                 for function in (_accept, StaticStores.commit)
             )
         self._handed_out: HandedOut = {}

@@ -147,8 +147,10 @@ class StaticStores:
         by_layer: list[dict[int, Tensor]] = []
         for pool in (self._keys, self._values):
             by_layer.append({layer.layer_idx: _plain(pool[i]) for i, layer in enumerate(self._attention_layers)})
+            # Longer ones are captured again, not compiled again.
+            torch._dynamo.mark_dynamic(pool, 3)
             for tensor in by_layer[-1].values():
-                torch._dynamo.mark_dynamic(tensor, 2)  # longer ones are captured again, not compiled again
+                torch._dynamo.mark_dynamic(tensor, 2)
         self.prefix = TreePrefix(self._start, self._length, *by_layer)
         return True
 
