@@ -40,6 +40,7 @@ GOALS: dict[Size, float] = {
 """Times the floor, by batch, nodes and prefix; what is compiled serves until the batch changes or a tree is larger."""
 
 _PROMPT = 128
+_REPEATS, _CALLS = 20, 5
 _SHAPE = {
     "vocab_size": 151936,
     "hidden_size": 2560,
@@ -132,16 +133,21 @@ def logit_errors(model: PreTrainedModel, target: CompiledTarget, batch: int, nod
 
 
 def median_ms(function: Callable[[], object], device: str) -> float:
-    """Return the median time of a call in milliseconds."""
+    """Return the median time of a call in milliseconds; on a GPU of some in a row, so that launches are hidden."""
     times = []
-    for _ in range(25 if device == "cuda" else 3):
+    for _ in range(_REPEATS if device == "cuda" else 3):
         if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(_CALLS):
+                function()
+            end.record()
             torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
+            times.append(start.elapsed_time(end) / _CALLS)
+        else:
+            begin = time.perf_counter()
+            function()
+            times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times)
 
 
@@ -157,7 +163,7 @@ def measure(model: PreTrainedModel, target: CompiledTarget, policy: str, bandwid
     prompt = torch.randint(0, 100, (batch, min(prefix, _PROMPT)), device=device)
     session.prefill(prompt, torch.ones_like(prompt))
     tokens = torch.randint(0, 100, (batch, nodes), device=device)
-    forward, tree = session.prepare(tokens, tree_of(nodes, batch, device), columns=prefix)
+    forward, tree = session.prepare(tokens, tree_of(nodes, batch, device), columns=prefix + 2 * _REPEATS * _CALLS)
     session.stores.lengthen(prefix - prompt.shape[1])
     limits = torch.full((batch,), 1000, device=device), torch.empty(0, dtype=torch.int64, device=device)
     for _ in range(3):  # compiles, captures, replays

@@ -87,6 +87,13 @@ PASSES = [
         (_STORES,),
     ),
     Fault(
+        "a commit is compiled for the columns that there are",
+        "treewy_compile/_static_stores.py",
+        "            torch._dynamo.mark_dynamic(pool, 3)\n",
+        "",
+        (_ROUNDS + "test_nothing_is_compiled_again_when_keys_and_values_grow",),
+    ),
+    Fault(
         "a compiled commit leaves positions",
         "treewy_compile/_static_stores.py",
         "(self.lengths, self._length, self.next_position)",
