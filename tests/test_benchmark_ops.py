@@ -1,6 +1,5 @@
 """The benchmark of the kernels runs without a GPU as far as one can, and reports no time of wrong outputs."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -12,22 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
+from benchmarks import load_benchmark
+
 POLICIES = ["deferred", "fused", "immediate", "snapshots"]
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_ops", FOLDER / "ops.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
+    return load_benchmark("ops")
 
 
 @pytest.fixture

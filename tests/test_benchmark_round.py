@@ -1,0 +1,52 @@
+"""The benchmark of whole rounds runs without a GPU as far as one can, and reports no time of wrong logits."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from benchmarks import load_benchmark
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    return load_benchmark("round")
+
+
+def test_a_row_says_what_was_measured_against_what(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "round.json"
+    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), "--sizes", "8,16,128"])
+    benchmark.main()
+    record = json.loads(path.read_text())
+    (row,) = record["rows"]
+    assert (row["batch"], row["nodes"], row["prefix"], row["mode"], row["policy"]) == (
+        8,
+        16,
+        128,
+        "compiled",
+        "deferred",
+    )
+    assert row["tokens_per_s"] == pytest.approx(8e3 / row["round_ms"])
+    model = benchmark.random_model(benchmark._QUICK, "cpu")
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - 151 * 32 * 4
+    cache = 8 * 128 * 1 * 2 * 2 * 16 * 4  # rows, columns, attention layers, keys and values, heads, width, bytes
+    assert row["floor_ms"] == pytest.approx((weights + cache) / record["copy_tb_s"] / 1e9)
+    assert row["logit_error"] < 1e-5
+
+
+def test_wrong_logits_are_not_timed(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "round.json"
+    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), "--sizes", "1,16,128"])
+    monkeypatch.setattr(benchmark, "logit_errors", lambda *args: (1e-3, 3e-3))
+    with pytest.raises(SystemExit, match=r"logits of \(1, 16, 128\) are off by 3.0e-03.*1.0e-03"):
+        benchmark.main()
+    assert not path.exists()
+
+
+def test_a_round_of_one_node_is_plain_decoding(benchmark: ModuleType) -> None:
+    assert benchmark.tree_of(1, 2, "cpu").tolist() == [[-1], [-1]]
+    assert benchmark.tree_of(6, 1, "cpu").tolist() == [[-1, 0, 0, 0, 1, 1]]
