@@ -18,6 +18,7 @@ from test_generate_equality import speculative
 from treewy._compiled_session import RING_ROWS, CompiledSession, CompiledTarget
 from treewy._rounds import Rounds
 from treewy._session import Session
+from treewy.testing import check_equivalence
 
 COMPILED_FAMILIES = [family for family in FAMILIES if family != "lara_mini"]  # which has sliding windows
 
@@ -139,3 +140,9 @@ def test_pads_behind_the_first_token_are_refused_and_the_model_stays_usable() ->
     whole = torch.ones_like(mask)
     output = speculative(model, prompt, whole, max_new_tokens=5, prompt_lookup_num_tokens=2)
     assert output.sequences.tolist() == greedy(plain_model("qwen3_next"), prompt, whole, 5).tolist()
+
+
+def test_what_cannot_be_watched_is_not_checked() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
+    with pytest.raises(ValueError, match=r"backend='aot_eager', whose rounds cannot be watched.*backend='eager'"):
+        check_equivalence(model)

@@ -1,6 +1,5 @@
 """``treewy.testing.check_equivalence``."""
 
-import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +66,8 @@ def check_equivalence(
     Raises:
         EquivalenceError: An ``AssertionError`` whose message names check, row, round, layer, store, error and bound of
             the first difference of each kind; ``.report`` has everything.
-        ValueError: If ``treewy.compile`` refuses the model, the assistant cannot draft for it, or an argument is wrong.
+        ValueError: If ``treewy.compile`` refuses the model, the assistant cannot draft for it, an argument is
+            wrong, or the model is compiled with another backend than "eager".
         TypeError: If ``model`` is not a transformers model.
 
     Example:
@@ -115,8 +115,14 @@ def _options(model: PreTrainedModel) -> dict[str, Any]:
     """Return the options with which a model is compiled, or would be by default."""
     generate = vars(model).get("generate")
     if isinstance(generate, CompiledGenerate):
-        return dict(vars(generate.options))
-    return {"commit": inspect.signature(compile).parameters["commit"].default}
+        options = dict(vars(generate.options))
+        if options["backend"] != "eager":
+            raise ValueError(
+                f"the model is compiled with backend={options['backend']!r}, whose rounds cannot be watched; compile "
+                "it with backend='eager' to check it, then compare the tokens of the two backends"
+            )
+        return options
+    return {"commit": next(iter(COMMIT_POLICIES))}  # the default
 
 
 def _scripts(rng: random.Random) -> dict[str, list[Proposal]]:
