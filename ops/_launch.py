@@ -1,7 +1,7 @@
 """How the kernels of the solve, the round, the commit and the attention are launched: tiles, warps and their limits.
 
-The choices are measured, see `docs/benchmarks/ops.json`. They depend on shapes and on the GPU's shared memory alone:
-nothing is tuned at run time, and a size that is symbolic under `torch.compile` is compared with the ends of its bucket
+The choices are measured, see `docs/benchmarks/ops.json`, but for attention, where they are the largest tiles that do not
+spill. They depend on shapes and on the GPU's shared memory alone: nothing is tuned at run time, and a size that is symbolic under `torch.compile` is compared with the ends of its bucket
 only: a number of nodes with multiples of 16, a batch with the few sizes from which on it is launched otherwise.
 """
 
@@ -187,7 +187,7 @@ def pass_options(
 
 
 def attention_options(query: Tensor, key_heads: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Return grid and options of `tree_attention_parts_kernel`: the largest tiles that do not spill, not measured yet.
+    """Return grid and options of `tree_attention_parts_kernel`.
 
     With 64 rows a key is read once for the nodes of a small tree and all query heads of a group; more would not fit the
     registers, those of 8 warps for 256 dimensions. In float32 each warp keeps the queries as two halves, so that there

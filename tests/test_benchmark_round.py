@@ -41,7 +41,7 @@ def test_a_row_says_what_was_measured_against_what(
 def test_wrong_logits_are_not_timed(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "round.json"
     monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), "--sizes", "1,16,128"])
-    monkeypatch.setattr(benchmark, "logit_errors", lambda *args: (1e-3, 3e-3))
+    monkeypatch.setattr(benchmark, "logit_errors", lambda *args: (1e-3, 3e-3, 0.0))
     with pytest.raises(SystemExit, match=r"logits of \(1, 16, 128\) are off by 3.0e-03.*1.0e-03"):
         benchmark.main()
     assert not path.exists()

@@ -4,17 +4,25 @@
 `test_compiled_rounds_gpu.py`.
 """
 
+import copy
+import gc
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
 
 import treewy
 from knowing_drafter import KnowingDrafter
 from models import FAMILIES, fresh_model, greedy, left_padded, plain_model, random_tokens
 from scripted_stores import MIXED, StoresFollow, play_script
 from test_generate_equality import speculative
+from tolerances import STORES_FLOAT32, relative_error
 from treewy._compiled_session import RING_ROWS, CompiledSession, CompiledTarget
 from treewy._rounds import Rounds
 from treewy._session import Session
@@ -42,7 +50,10 @@ class CompiledStoresFollow(StoresFollow):
     """Looks at the stores of a compiled session, folded into its cache, and lets it go on from its own."""
 
     def __call__(self, rounds: Rounds) -> None:
-        rounds.session.plain_cache()
+        session = rounds.session
+        assert isinstance(session, CompiledSession)
+        if session.has_begun:
+            session.stores.unload(session.cache)
         super().__call__(rounds)
 
 
@@ -55,7 +66,7 @@ def test_stores_equal_a_token_by_token_run_after_every_round(family: str, commit
     model = fresh_model(family)
     after_round = CompiledStoresFollow(plain_model(family), MIXED.lengths, num_pads=2)
     session = CompiledSession(CompiledTarget(model, "aot_eager", commit))
-    play_script(model, MIXED, after_round, num_pads=2, max_new_tokens=40, session=session)
+    play_script(model, MIXED, after_round, num_pads=2, max_new_tokens=26, session=session)
     assert graphs() <= 2 * GRAPHS  # with and without drafts
 
 
@@ -146,3 +157,134 @@ def test_what_cannot_be_watched_is_not_checked() -> None:
     model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
     with pytest.raises(ValueError, match=r"backend='aot_eager', whose rounds cannot be watched.*backend='eager'"):
         check_equivalence(model)
+
+
+def compiled_text(model: PreTrainedModel, prompt: Tensor, **more: Any) -> list[list[int]]:
+    text: list[list[int]] = speculative(
+        model, prompt, torch.ones_like(prompt), max_new_tokens=14, prompt_lookup_num_tokens=3, **more
+    ).sequences.tolist()
+    return text
+
+
+def plain_text(model: PreTrainedModel, prompt: Tensor) -> list[list[int]]:
+    text: list[list[int]] = greedy(model, prompt, torch.ones_like(prompt), 14).tolist()
+    return text
+
+
+def test_a_generation_within_another_has_stores_of_its_own() -> None:
+    model, plain = fresh_model("qwen3_next"), plain_model("qwen3_next")
+    treewy.compile(model, backend="aot_eager")
+    prompt, other = random_tokens(1, 6, seed=1), random_tokens(1, 9, seed=2)
+
+    class Interrupts:
+        texts: ClassVar[list[list[list[int]]]] = []
+
+        def put(self, tokens: Tensor) -> None:
+            if len(self.texts) < 2:
+                self.texts.append([])
+                self.texts[-1] = compiled_text(model, other)
+
+        def end(self) -> None:
+            pass
+
+    assert compiled_text(model, prompt, streamer=Interrupts()) == plain_text(plain, prompt)
+    assert Interrupts.texts == [plain_text(plain, other)] * 2
+
+
+def test_threads_may_share_a_compiled_model() -> None:
+    model, plain = fresh_model("qwen3_next"), plain_model("qwen3_next")
+    treewy.compile(model, backend="aot_eager")
+    prompts = [random_tokens(1, length, seed=length) for length in (4, 7, 9)]
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(lambda prompt: compiled_text(model, prompt), prompts * 2))
+    assert texts == [plain_text(plain, prompt) for prompt in prompts] * 2
+
+
+def test_other_numbers_of_rows_are_compiled_once() -> None:
+    model = fresh_model("qwen3_next")
+    treewy.compile(model, backend="aot_eager")
+    seen = []
+    for batch in (1, 2, 1, 2):
+        compiled_text(model, random_tokens(batch, 6, seed=batch))
+        seen.append(graphs())
+    assert seen[0] < seen[1] == seen[2] == seen[3]
+
+
+def test_nothing_of_an_earlier_text_is_left_behind() -> None:
+    """Not even what is no number."""
+    model, plain = fresh_model("qwen3_next"), plain_model("qwen3_next")
+    treewy.compile(model, backend="aot_eager")
+    prompt = random_tokens(1, 6, seed=1)
+    embedding = model.get_input_embeddings().weight
+    kept = embedding.detach().clone()
+    with torch.no_grad():
+        embedding[int(plain_text(plain, prompt)[0][8])] = float("nan")
+        compiled_text(model, prompt)
+        embedding.copy_(kept)
+    other = random_tokens(1, 5, seed=3)
+    assert compiled_text(model, other) == plain_text(plain, other)
+
+
+def test_what_is_made_in_inference_mode_serves_outside_of_it() -> None:
+    model, plain = fresh_model("qwen3_next"), plain_model("qwen3_next")
+    treewy.compile(model, backend="aot_eager")
+    prompt = random_tokens(1, 6, seed=1)
+    with torch.inference_mode():
+        inside = compiled_text(model, prompt)
+    assert inside == compiled_text(model, prompt) == plain_text(plain, prompt)
+
+
+def test_a_copy_computes_with_its_own_weights_and_a_model_with_those_of_now() -> None:
+    model = fresh_model("qwen3_next")
+    treewy.compile(model, backend="aot_eager")
+    prompt = random_tokens(1, 6, seed=1)
+    before = compiled_text(model, prompt)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.get_output_embeddings().weight.neg_()
+    assert compiled_text(model, prompt) == before
+    changed = compiled_text(copied, prompt)
+    assert changed == copied.generate(prompt, max_new_tokens=14, do_sample=False, pad_token_id=0).tolist() != before
+    wide = model.to(torch.float64)
+    assert compiled_text(wide, prompt) == plain_text(wide, prompt)
+
+
+def test_a_restored_model_holds_no_stores() -> None:
+    model = fresh_model("qwen3_next")
+    treewy.compile(model, backend="aot_eager")
+    compiled_text(model, random_tokens(1, 6, seed=1))
+    (place,) = model.generate._target._free
+    stores = weakref.ref(place.stores)
+    del place
+    treewy.restore(model)
+    gc.collect()
+    assert stores() is None
+
+
+def test_experts_that_cannot_be_traced_are_refused_with_a_remedy() -> None:
+    model = fresh_model("qwen3_next_moe", experts="eager")
+    treewy.compile(model, backend="aot_eager")
+    prompt = random_tokens(1, 6, seed=1)
+    with pytest.raises(ValueError, match=r"cannot trace this model.*backend='eager'"):
+        compiled_text(model, prompt)
+    treewy.compile(model)
+    assert compiled_text(model, prompt) == plain_text(model, prompt)
+
+
+def test_the_largest_tree_is_handed_over_whole() -> None:
+    """Rows of ring and tree together are more than a kernel takes in one go."""
+    model = fresh_model("qwen3_next")
+    session = CompiledSession(CompiledTarget(model, "aot_eager", "deferred"))
+    follow = Session(model)
+    prompt, tokens = random_tokens(1, 6, seed=1), random_tokens(1, 128, seed=2)
+    chain = torch.arange(-1, 127)[None]
+    for each in (session, follow):
+        each.prefill(prompt, torch.ones_like(prompt))
+        for accepted in (9, 120):
+            each.extend(tokens, chain)
+            each.commit(torch.tensor([accepted]))
+    session.stores.unload(session.cache)
+    follow.cache.materialize()
+    for ours, theirs in zip(session.cache.state_layers, follow.cache.state_layers, strict=True):
+        assert relative_error(ours.state, theirs.state) <= STORES_FLOAT32
+        assert relative_error(ours.window, theirs.window) <= STORES_FLOAT32

@@ -4,13 +4,16 @@ A graph has a number of rows and of nodes, and memory of its own. All else is da
 accepted, how long each row is. So one graph serves every tree of its size, and rows that have ended are padding.
 """
 
+import threading
+import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from treewy._decoding import Emission, cut
@@ -32,10 +35,11 @@ class CompiledForward:
         gdn_layers: Its Gated DeltaNet layers.
         attention_layers: Its attention layers.
         stores: Where everything lies; another place needs another object.
-        num_nodes: N.
         inner: Backend behind ours.
+        num_nodes: N.
     """
 
+    @torch.inference_mode(False)  # or nothing could be written outside of it
     def __init__(
         self,
         model: PreTrainedModel,
@@ -43,10 +47,11 @@ class CompiledForward:
         gdn_layers: list[GdnLayerInfo],
         attention_layers: list[AttentionLayerInfo],
         stores: StaticStores,
-        num_nodes: int,
         inner: str,
+        num_nodes: int,
     ) -> None:
-        self._model, self._stores = model, stores
+        self.num_nodes = num_nodes
+        self._stores = stores
         self._layers: list[GdnLayerInfo | AttentionLayerInfo] = [*gdn_layers, *attention_layers]
         lengths = stores.lengths
         self._token_ids = lengths.new_zeros(len(lengths), num_nodes)
@@ -72,8 +77,15 @@ class CompiledForward:
             ).logits
             return logits
 
-        self._backend = TreeBackend(gdn_layers, attention_layers, stores.of_layers, inner)
-        self._forward = torch.compile(_with_own_code(forward), fullgraph=True, dynamic=False, backend=self._backend)
+        self._backend = backend = TreeBackend(gdn_layers, attention_layers, stores.of_layers, inner)
+        of_dynamo = weakref.ref(backend)  # which never lets go of a backend, nor of what hangs on it
+
+        def rewrite(graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+            living = of_dynamo()
+            assert living is not None
+            return living(graph_module, example_inputs)
+
+        self._forward = torch.compile(_with_own_code(forward), fullgraph=True, dynamic=False, backend=rewrite)
         self._accept: Callable[..., Emission] = _accept
         self._commit: Callable[..., None] = StaticStores.commit
         if inner != "eager":
@@ -91,7 +103,7 @@ class CompiledForward:
         self._rounds = self._captured(self._round)
 
     def _captured(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        return Captured(function) if self._token_ids.is_cuda else function
+        return Captured(function, self._token_ids.device) if self._token_ids.is_cuda else function
 
     def verify(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Return the logits of nodes [B, N, V]; they are overwritten by the next call."""
@@ -134,9 +146,14 @@ class CompiledForward:
             with redirect_layers(self._layers):
                 logits = self._forward(self._token_ids, self._parents, *place)
         except BackendCompilerFailed as failed:
-            if isinstance(failed.inner_exception, ValueError):  # what a pass refuses is a mistake of its caller's
+            if isinstance(failed.inner_exception, ValueError):  # a pass has said what to do
                 raise failed.inner_exception from failed
             raise
+        except TorchDynamoException as failed:
+            raise ValueError(
+                f"torch.compile cannot trace this model ({str(failed).strip().splitlines()[0]}); compile it with "
+                "backend='eager', or load it with experts and kernels that can be traced"
+            ) from failed
         return logits, self._backend.handed_out
 
     def _commit_accepted(self) -> None:
@@ -153,29 +170,32 @@ class Captured:
     """A function without arguments, captured as a CUDA graph at its second call and replayed from then on.
 
     The first call runs it: it may compile and make room for itself, which a capture must not. What a replay returns is
-    overwritten by the next.
+    overwritten by the next. Other threads may do as they like meanwhile, but not capture.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
         self._function = function
+        self._device = device
         self.graph: torch.cuda.CUDAGraph | None = None
         self._results: Any = None
         self._has_run = False
 
     def __call__(self) -> Any:
         """Run, capture and replay, or replay."""
-        if not self._has_run:
-            results = self._function()
-            self._has_run = True
-            return results
-        if self.graph is None:
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph):
-                self._results = self._function()
-            graph.instantiate()
-            self.graph = graph
-        self.graph.replay()
-        return self._results
+        with torch.cuda.device(self._device):  # a capture is of the current one
+            if not self._has_run:
+                results = self._function()
+                self._has_run = True
+                return results
+            if self.graph is None:
+                graph = torch.cuda.CUDAGraph()
+                with self._one_at_a_time, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self._results = self._function()
+                self.graph = graph
+            self.graph.replay()
+            return self._results
 
 
 def _accept(logits: Tensor, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor) -> Emission:

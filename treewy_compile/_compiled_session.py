@@ -1,5 +1,8 @@
 """A session whose tree forwards are compiled, on CUDA captured as graphs; prefill stays the model's own."""
 
+import threading
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -18,10 +21,56 @@ RING_ROWS = {"deferred": 16, "fused": 0}
 
 _LEAST_NODES = 32
 _BUCKET = 16
+_KEPT_PLACES = 4
+
+
+class Place:
+    """Stores of some rows, and the forwards that are compiled for them.
+
+    Args:
+        target: Whose place it is.
+        session: After its prefill.
+        num_nodes: Most nodes of a tree.
+    """
+
+    def __init__(self, target: "CompiledTarget", session: Session, num_nodes: int) -> None:
+        layers = find_gdn_layers(target.model), find_attention_layers(target.model)
+        self.stores = StaticStores(session.cache, *layers, num_nodes, RING_ROWS[target.commit])
+        self._of_all_forwards = (target.model, session.cache_keyword, *layers, self.stores, target.inner)
+        self._forwards: dict[int, CompiledForward] = {}
+        self._seen: object = None
+
+    def load(self, session: Session) -> None:
+        """Take over what a session has committed."""
+        moved = self.stores.load(session.cache)
+        seen = _captured_of(session.model)
+        if moved or seen != self._seen:
+            self.forget_graphs()
+        self._seen = seen
+
+    def reserve(self, columns: int) -> None:
+        """Make room for so many columns of keys and values."""
+        if self.stores.reserve(columns):
+            self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Capture again what is used next; what is compiled checks by itself whether it still holds."""
+        for forward in self._forwards.values():
+            forward.forget_graphs()
+
+    def forward(self, num_nodes: int) -> CompiledForward:
+        """Return a forward over at least so many nodes: one that is compiled, if it is not much larger."""
+        size = 1 if num_nodes == 1 else num_nodes + -num_nodes % _BUCKET
+        size = min((x for x in self._forwards if size <= x <= max(_LEAST_NODES, 2 * size)), default=size)
+        if size not in self._forwards:
+            self._forwards[size] = CompiledForward(*self._of_all_forwards, size)
+        return self._forwards[size]
 
 
 class CompiledTarget:
     """What is compiled of a model, kept from one generation to the next.
+
+    Generations that run at the same time, in threads or one within another, have places of their own.
 
     Args:
         model: The target.
@@ -30,38 +79,28 @@ class CompiledTarget:
     """
 
     def __init__(self, model: PreTrainedModel, inner: str, commit: str) -> None:
-        self.model = model
-        self._inner, self._ring_rows = inner, RING_ROWS[commit]
-        self._gdn_layers, self._attention_layers = find_gdn_layers(model), find_attention_layers(model)
-        self._stores: StaticStores | None = None
-        self._forwards: dict[int, CompiledForward] = {}
+        self.model, self.inner, self.commit = model, inner, commit
+        self._lock = threading.Lock()
+        self._free: list[Place] = []  # last used last
 
-    def load(self, session: Session, num_nodes: int) -> StaticStores:
-        """Return stores that hold what a session has committed, with room for so many nodes."""
-        cache, stores = session.cache, self._stores
-        if stores is None or len(stores.lengths) != len(cache.lengths) or stores.num_nodes < num_nodes:
-            self._forwards.clear()
-            num_nodes = max(_LEAST_NODES, num_nodes)
-            stores = StaticStores(cache, self._gdn_layers, self._attention_layers, num_nodes, self._ring_rows)
-            self._stores = stores
-        if stores.load(cache):
-            self.forget_graphs()
-        return stores
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Copy as a target of the copied model, for which nothing is compiled yet."""
+        return CompiledTarget, (self.model, self.inner, self.commit)
 
-    def forward(self, session: Session, num_nodes: int) -> CompiledForward:
-        """Return the forward over so many nodes behind the current stores."""
-        assert self._stores is not None
-        if num_nodes not in self._forwards:
-            layers = self._gdn_layers, self._attention_layers
-            self._forwards[num_nodes] = CompiledForward(
-                self.model, session.cache_keyword, *layers, self._stores, num_nodes, self._inner
-            )
-        return self._forwards[num_nodes]
+    def take(self, session: Session, num_nodes: int) -> Place:
+        """Return a place for the rows of a session and so many nodes, with what the session has committed."""
+        with self._lock:
+            fitting = [place for place in self._free if place.stores.fits(session.cache, num_nodes)]
+            if fitting:
+                self._free.remove(fitting[-1])
+        place = fitting[-1] if fitting else Place(self, session, max(_LEAST_NODES, num_nodes))
+        place.load(session)
+        return place
 
-    def forget_graphs(self) -> None:
-        """Capture again what is used next."""
-        for forward in self._forwards.values():
-            forward.forget_graphs()
+    def give_back(self, place: Place) -> None:
+        """Keep a place for later generations; of many, those that were used last."""
+        with self._lock:
+            self._free = [*self._free, place][-_KEPT_PLACES:]
 
 
 class CompiledSession(Session):
@@ -78,7 +117,7 @@ class CompiledSession(Session):
     def __init__(self, target: CompiledTarget, max_cache_len: int | None = None) -> None:
         super().__init__(target.model, DeferredNodes, max_cache_len)
         self._target = target
-        self._stores: StaticStores | None = None
+        self._place: Place | None = None
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Compute the logits of a tree; see ``Session.extend``."""
@@ -111,37 +150,61 @@ class CompiledSession(Session):
         return emission, self.stores.num_bytes
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there has been a tree."""
+        return self._place is not None
+
+    @property
     def stores(self) -> StaticStores:
         """Where everything lies since the first tree."""
-        assert self._stores is not None
-        return self._stores
+        assert self._place is not None
+        return self._place.stores
 
     def plain_cache(self) -> DynamicCache | None:
         """Return what is committed as a plain cache; see ``Session.plain_cache``."""
-        if self._stores is not None:
-            self._stores.unload(self.cache)
+        if self.has_begun and self.one_length:
+            self.stores.unload(self.cache)
         return super().plain_cache()
+
+    def close(self) -> None:
+        """Let another session have the place."""
+        if self._place is not None:
+            self._target.give_back(self._place)
+            self._place = None
 
     def prepare(
         self, token_ids: Tensor, parents: Tensor, columns: int = 0
     ) -> tuple[CompiledForward, tuple[Tensor, Tensor]]:
         """Make room for a tree behind at least so many columns, and pad it to the size of a compiled forward."""
-        self._check_room(parents.shape[1])
-        size = 1 if parents.shape[1] == 1 else parents.shape[1] + -parents.shape[1] % _BUCKET
-        if self._stores is None or self._stores.num_nodes < size:
-            if self._stores is not None:
-                self._stores.unload(self.cache)
-            self._stores = self._target.load(self, size)
-        if self._stores.reserve(max(columns, self.cache.columns_used) + size):
-            self._target.forget_graphs()
-        more = 0, size - parents.shape[1]
+        num_nodes = parents.shape[1]
+        self._check_room(num_nodes)
+        if self._place is None or self._place.stores.num_nodes < num_nodes:
+            larger = num_nodes + -num_nodes % _BUCKET
+            if self._place is not None:
+                self._place.stores.unload(self.cache)
+                self.close()
+            self._place = self._target.take(self, larger)
+        forward = self._place.forward(num_nodes)
+        self._place.reserve(max(columns, self.cache.columns_used) + forward.num_nodes)
+        more = 0, forward.num_nodes - num_nodes
         padded = torch.nn.functional.pad(token_ids, more), torch.nn.functional.pad(parents, more, value=PADDING)
-        return self._target.forward(self, size), padded
+        return forward, padded
 
     def _follow(self) -> None:
         """Let the lengths of the cache follow those of the stores."""
         self.cache.lengths = self.stores.lengths.clone()
         self.cache.columns_used = int(self.cache.lengths.max())
+
+
+def _captured_of(model: PreTrainedModel) -> object:
+    """Return what a captured graph does not look at again: places of weights, modes, hooks and adapters."""
+    weights = [(x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers())]
+    modules = []
+    for module in model.modules():
+        adapters = (str(vars(module).get(name)) for name in ("_active_adapter", "_disable_adapters"))
+        modules.append((module.training, len(module._forward_hooks), len(module._forward_pre_hooks), *adapters))
+    kind = model.device.type
+    return weights, modules, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def refuse_uncompilable(model: PreTrainedModel, backend: str) -> None:

@@ -135,7 +135,7 @@ class CompiledGenerate:
     ) -> Any:
         """Decode as ``GenerationMixin._assisted_decoding`` would, with the arguments that it would get."""
         options, model = self.options, self._model
-        batch, prompt_length = input_ids.shape
+        batch = len(input_ids)
         refuse_unsupported(generation_config, model_kwargs, streamer, batch)
         if options.max_cache_len is not None and generation_config.max_length > options.max_cache_len:
             raise ValueError(
@@ -155,35 +155,44 @@ class CompiledGenerate:
         else:
             session = CompiledSession(self._target, options.max_cache_len)
 
-        model_kwargs[session.cache_keyword] = session.cache
-        output = model._prefill(input_ids, generation_config, model_kwargs)
-        # plain generation goes on from the last position, whatever the mask, and on every axis of a vision model
-        next_position = model_kwargs["position_ids"][..., -1].to(model.device) + 1
-        session.cache.start_rows(mask.to(model.device), next_position.expand(*next_position.shape[:-1], batch))
+        try:
+            model_kwargs[session.cache_keyword] = session.cache
+            output = model._prefill(input_ids, generation_config, model_kwargs)
+            # plain generation goes on from the last position, whatever the mask, and on every axis of a vision model
+            next_position = model_kwargs["position_ids"][..., -1].to(model.device) + 1
+            session.cache.start_rows(mask.to(model.device), next_position.expand(*next_position.shape[:-1], batch))
 
-        def emit(row: int, token: int) -> None:
-            if streamer is not None:
-                streamer.put(torch.tensor([token]))
+            def emit(row: int, token: int) -> None:
+                if streamer is not None:
+                    streamer.put(torch.tensor([token]))
 
-        drafter.reset()
-        if hasattr(drafter, "prepare"):
-            drafter.prepare(
-                DraftingContext(
-                    decoding.scores.for_drafts(),
-                    generation_config.do_sample,
-                    generator,
-                    [row[~real] for row, real in zip(input_ids, mask.to(input_ids.device).bool(), strict=True)],
-                    generation_config.max_length,
-                    vocab_size,
+            drafter.reset()
+            if hasattr(drafter, "prepare"):
+                drafter.prepare(
+                    DraftingContext(
+                        decoding.scores.for_drafts(),
+                        generation_config.do_sample,
+                        generator,
+                        [row[~real] for row, real in zip(input_ids, mask.to(input_ids.device).bool(), strict=True)],
+                        generation_config.max_length,
+                        vocab_size,
+                    )
                 )
-            )
-        rounds = Rounds(session, drafter, decoding, input_ids.long(), mask, vocab_size, emit)
-        rounds.start(output.logits[:, -1])
-        while not bool(rounds.ended.all()):
-            rounds.step()
-        if streamer is not None:
-            streamer.end()
+            rounds = Rounds(session, drafter, decoding, input_ids.long(), mask, vocab_size, emit)
+            rounds.start(output.logits[:, -1])
+            while not bool(rounds.ended.all()):
+                rounds.step()
+            if streamer is not None:
+                streamer.end()
+            return self._output(session, rounds, input_ids, generation_config)
+        finally:
+            session.close()
 
+    def _output(
+        self, session: Session, rounds: Rounds, input_ids: Tensor, generation_config: GenerationConfig
+    ) -> Tensor | SpeculativeOutput:
+        """Return what Hugging Face's ``generate`` returns."""
+        prompt_length = input_ids.shape[1]
         pad = generation_config._pad_token_tensor
         sequences = torch.nn.utils.rnn.pad_sequence(
             rounds.texts, batch_first=True, padding_value=0 if pad is None else int(pad)

@@ -127,10 +127,17 @@ class Session:
         self.commit(emission.node)
         return emission, num_bytes
 
+    @property
+    def one_length(self) -> bool:
+        """Whether all rows have committed as many columns."""
+        return bool((self.cache.lengths == self.cache.columns_used).all())
+
     def plain_cache(self) -> DynamicCache | None:
         """Return what is committed as a plain cache, or None if rows have different lengths, which it cannot hold."""
-        same = bool((self.cache.lengths == self.cache.columns_used).all())
-        return self.cache.to_dynamic_cache() if same else None
+        return self.cache.to_dynamic_cache() if self.one_length else None
+
+    def close(self) -> None:
+        """Let go of what others may use."""
 
     def _check_room(self, num_nodes: int) -> None:
         columns = self.cache.columns_used + num_nodes

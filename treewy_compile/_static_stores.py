@@ -18,6 +18,7 @@ from treewy._cache import TreeCache
 from treewy.ops import path_to_node, tree_conv_commit_, tree_wy_commit_
 from treewy.passes import AttentionLayerInfo, GdnLayerInfo, TreePrefix
 
+_SLICE = 128  # rows that a kernel folds at once
 _COLUMNS = 256  # keys and values grow in such steps
 
 HandedOut = Mapping[tuple[str, str], Tensor]
@@ -34,6 +35,7 @@ class StaticStores:
         ring_rows: Rows of the rings; 0 to fold every path when the next tree is verified.
     """
 
+    @torch.inference_mode(False)  # or nothing could be written outside of it
     def __init__(
         self,
         cache: TreeCache,
@@ -56,8 +58,10 @@ class StaticStores:
         self._keys = self._values = window.new_zeros(0, batch, 0, 0, 0)
         if attention_layers:
             keys = cache.key_value_layers[0].keys
-            self._keys = keys.new_zeros(len(attention_layers), *keys.shape[:2], 0, keys.shape[3])
-            self._values = self._keys.clone()
+            self._keys, self._values = (
+                x.new_zeros(len(attention_layers), *x.shape[:2], 0, x.shape[3])
+                for x in (keys, cache.key_value_layers[0].values)
+            )
         self._slots = torch.arange(batch, device=device)
         self._start, self.lengths, self._length = (torch.zeros_like(cache.lengths) for _ in range(3))
         self.next_position = torch.zeros_like(cache.next_position)
@@ -79,6 +83,16 @@ class StaticStores:
             }
         self.cache = Cache(layers=self._layers(len(cache.layers)))
         """What the model's own code sees as its cache."""
+
+    def fits(self, cache: TreeCache, num_nodes: int) -> bool:
+        """Tell whether these are stores for the rows, shapes and dtypes of a cache, and for so many nodes."""
+        theirs = [cache.state_layers[0].state, cache.state_layers[0].window, cache.next_position]
+        ours = [self._states[0], self._windows[0], self.next_position]
+        for layer in cache.key_value_layers[:1]:
+            theirs += [layer.keys[:, :, :0], layer.values[:, :, :0]]
+            ours += [self._keys[0, :, :, :0], self._values[0, :, :, :0]]
+        same = all(_kind(a) == _kind(b) for a, b in zip(ours, theirs, strict=True))
+        return same and self.num_nodes >= num_nodes
 
     @property
     def num_bytes(self) -> int:
@@ -105,18 +119,20 @@ class StaticStores:
         self._start.copy_(cache.first_columns())
         self._length.copy_(self.lengths - self._start)
         self.next_position.copy_(cache.next_position)
-        for what in ("num_known", "path_length"):
-            self.of_layers["", what].zero_()
+        # What an earlier text left behind may be anything, and meets a weight of zero in a reference.
+        behind = (pool[:, :, :, cache.columns_used :] for pool in (self._keys, self._values))
+        for leftover in (*self.of_layers.values(), *behind):
+            leftover.zero_()
         return moved
 
     def unload(self, cache: TreeCache) -> None:
         """Hand over all that is committed, folded into the states."""
         stores = self.of_layers
         known, path, length = (stores["", what] for what in ("num_known", "path", "path_length"))
+        places = path.clamp(min=0)
 
         def along_path(nodes: Tensor) -> Tensor:
-            places = path.clamp(min=0).reshape(*path.shape, *[1] * (nodes.ndim - 2))
-            return nodes.gather(1, places.expand_as(nodes))
+            return nodes.gather(1, places.reshape(*path.shape, *[1] * (nodes.ndim - 2)).expand_as(nodes))
 
         for index, (layer, target) in enumerate(zip(self._gdn_layers, cache.state_layers, strict=True)):
             rows = [
@@ -124,17 +140,23 @@ class StaticStores:
                 for what, last in (("pseudo_value", ""), ("key", "last_"), ("log_decay", "last_"))
             ]
             size = stores[layer.name, "ring_key"].shape[1]
-            chain = torch.arange(-1, rows[0].shape[1] - 1, device=path.device).expand(len(path), -1).clone()
+            chain = torch.arange(-1, rows[0].shape[1] - 1, device=path.device).repeat(len(path), 1)
             chain[:, size] = known - 1  # the path follows what is known, not what the ring has room for
             accepted = torch.where(length > 0, size + length - 1, known - 1)
             target.state.copy_(self._states[index])
-            tree_wy_commit_(target.state, self._slots, rows[0], rows[1], rows[2], chain, accepted)
+            for first in range(0, chain.shape[1], _SLICE):
+                part = slice(first, first + _SLICE)
+                value, key, log_decay = (x[:, part] for x in rows)
+                last_of_part = (accepted - first).clamp(-1, value.shape[1] - 1)
+                parents = (chain[:, part] - first).clamp(min=-1)
+                tree_wy_commit_(target.state, self._slots, value, key, log_decay, parents, last_of_part)
             target.window.copy_(self._windows[index])
         used = int(self.lengths.max())
         for index, store in enumerate(cache.key_value_layers):
             store.keys, store.values = (pool[index][:, :, :used].clone() for pool in (self._keys, self._values))
         cache.continue_rows(self._start, self.lengths.clone(), self.next_position.clone())
 
+    @torch.inference_mode(False)
     def reserve(self, columns: int) -> bool:
         """Make room for so many columns of keys and values; return whether they moved."""
         if columns <= self._keys.shape[3]:
@@ -181,7 +203,7 @@ class StaticStores:
             rows, target = self._slots[:, None], self.lengths[:, None] + index
             for pool, what in ((self._keys, "key"), (self._values, "value")):
                 new = stacked(self._attention_layers, what)
-                pool[:, rows, :, target] = new[:, rows, :, source]
+                pool[:, rows, :, target] = new[:, rows, :, source].to(pool.dtype)
         self.lengthen(length)
 
     def lengthen(self, columns: Tensor | int) -> None:
@@ -212,6 +234,10 @@ class _NodeKeysAndValues(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _plain(view: Tensor) -> Tensor:

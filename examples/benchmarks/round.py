@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from _record import write_record
-from _timing import copy_bandwidth, graph_nodes
+from _timing import copy_bandwidth
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -85,7 +85,7 @@ class Row:
     floor_ms: float
     tokens_per_s: float
     first_call_s: float
-    graph_nodes: int | None
+    launches: int | None
     eager_logit_error: float
     logit_error: float
 
@@ -112,10 +112,10 @@ def bytes_read(model: PreTrainedModel, batch: int, prefix: int) -> int:
     return sum(weight.nbytes for weight in weights) - model.get_input_embeddings().weight.nbytes + cache
 
 
-def logit_errors(model: PreTrainedModel, target: CompiledTarget, batch: int, nodes: int) -> tuple[float, float]:
-    """Return the errors of the logits of three eager and three compiled rounds, relative to the greatest.
+def logit_errors(model: PreTrainedModel, target: CompiledTarget, batch: int, nodes: int) -> tuple[float, float, float]:
+    """Return the errors of the logits of three eager and three compiled rounds, and the seconds of the latter.
 
-    Against the same model in float32, so that they can be compared with each other.
+    Relative to the greatest, against the same model in float32, so that they can be compared with each other.
     """
     device, generator = model.device.type, torch.Generator().manual_seed(1)
     prompt, tokens = (torch.randint(0, 100, (batch, n), generator=generator).to(device) for n in (64, nodes))
@@ -123,13 +123,15 @@ def logit_errors(model: PreTrainedModel, target: CompiledTarget, batch: int, nod
     exact = Session(copy.deepcopy(model).float())
     for session in (exact, Session(model), CompiledSession(target)):
         session.prefill(prompt, torch.ones_like(prompt))
-        seen = []
+        start, seen = time.perf_counter(), []
         for accepted in (nodes // 3, nodes - 1, 0):
             seen.append(session.extend(tokens, tree_of(nodes, batch, device)).float())
             session.commit(torch.full((batch,), accepted, device=device))
         logits.append(torch.cat(seen))
+        session.close()
+        seconds = time.perf_counter() - start
     eager, compiled = (float((x - logits[0]).abs().max() / logits[0].abs().max()) for x in logits[1:])
-    return eager, compiled
+    return eager, compiled, seconds
 
 
 def median_ms(function: Callable[[], object], device: str) -> float:
@@ -151,12 +153,19 @@ def median_ms(function: Callable[[], object], device: str) -> float:
     return statistics.median(times)
 
 
+def launches(graph: torch.cuda.CUDAGraph) -> int:
+    """Return the kernels, copies and fills that a replay runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profile.key_averages())
+
+
 def measure(model: PreTrainedModel, target: CompiledTarget, policy: str, bandwidth: float, size: Size) -> Row:
     """Time the rounds of a batch, a number of nodes and a prefix."""
     batch, nodes, prefix = size
     device = model.device.type
-    start = time.perf_counter()
-    eager_error, error = logit_errors(model, target, batch, nodes)
+    eager_error, error, seconds = logit_errors(model, target, batch, nodes)
     if not error <= 2 * eager_error + 1e-6:
         sys.exit(f"logits of {size} are off by {error:.1e}, those of the eager engine by {eager_error:.1e}")
     session = CompiledSession(target)
@@ -168,9 +177,10 @@ def measure(model: PreTrainedModel, target: CompiledTarget, policy: str, bandwid
     limits = torch.full((batch,), 1000, device=device), torch.empty(0, dtype=torch.int64, device=device)
     for _ in range(3):  # compiles, captures, replays
         forward.round(*tree, *limits)
-    seconds = time.perf_counter() - start
     graph = forward.round_graph
     round_ms = median_ms((lambda: forward.round(*tree, *limits)) if graph is None else graph.replay, device)
+    num_launches = None if graph is None else launches(graph)
+    session.close()
     return Row(
         model=f"qwen3_5 {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B",
         mode="compiled" if nodes > 1 else "plain",
@@ -182,7 +192,7 @@ def measure(model: PreTrainedModel, target: CompiledTarget, policy: str, bandwid
         floor_ms=bytes_read(model, batch, prefix) / bandwidth / 1e3,
         tokens_per_s=batch / round_ms * 1e3,
         first_call_s=seconds,
-        graph_nodes=None if graph is None else graph_nodes(graph),
+        launches=num_launches,
         eager_logit_error=eager_error,
         logit_error=error,
     )
@@ -207,8 +217,8 @@ def main() -> None:
             rows.append(row := measure(model, target, arguments.policy, bandwidth, size))
             print(
                 f"batch {row.batch}, {row.nodes} nodes, prefix {row.prefix}: {row.round_ms:.2f} ms, "
-                f"{row.round_ms / row.floor_ms:.2f} x floor (goal {GOALS[size]}), {row.graph_nodes} in the graph, "
-                f"first calls {row.first_call_s:.0f} s, logits off by {row.logit_error:.1e}",
+                f"{row.round_ms / row.floor_ms:.2f} x floor (goal {GOALS[size]}), {row.launches} kernels, "
+                f"compiled in {row.first_call_s:.0f} s, logits off by {row.logit_error:.1e}",
                 flush=True,
             )
             if arguments.json is not None:  # after each row: compiling all sizes takes minutes

@@ -72,7 +72,7 @@ class Verification:
         self.stores.load(session.cache)
         gdn_layers = [*self.gdn_layers, *more_layers]
         self.forward = CompiledForward(
-            self.model, session.cache_keyword, gdn_layers, self.attention_layers, self.stores, 6, inner
+            self.model, session.cache_keyword, gdn_layers, self.attention_layers, self.stores, inner, 6
         )
         self.backend: Any = self.forward._backend
 
