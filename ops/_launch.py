@@ -1,8 +1,9 @@
 """How the kernels of the solve, the round, the commit and the attention are launched: tiles, warps and their limits.
 
-The choices are measured, see `docs/benchmarks/ops.json`, but for attention, where they are the largest tiles that do not
-spill. They depend on shapes and on the GPU's shared memory alone: nothing is tuned at run time, and a size that is symbolic under `torch.compile` is compared with the ends of its bucket
-only: a number of nodes with multiples of 16, a batch with the few sizes from which on it is launched otherwise.
+The choices are measured, see `docs/benchmarks/ops.json`; those of attention are the largest tiles that do not spill.
+They depend on shapes and on the GPU's shared memory alone: nothing is tuned at run time, and a size that is symbolic
+under `torch.compile` is compared with the ends of its bucket only: a number of nodes with multiples of 16, a batch with
+the few sizes from which on it is launched otherwise.
 """
 
 from typing import Any
