@@ -16,8 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ _ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 _KIMI_RULE = "chunk_kimi_delta_attention"
 
 _lock = threading.Lock()
-_active: dict[str, int] = {}
+_active: dict[tuple[str, str], int] = {}  # by modeling file and anchor
 _originals: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -82,6 +81,8 @@ class AttentionLayerInfo:
         modeling_module: Name of the Python module that defines its class.
     """
 
+    anchors: ClassVar = (_ATTENTION,)
+
     layer_idx: int
     name: str
     modeling_module: str
@@ -97,6 +98,8 @@ class GdnLayerInfo:
         modeling_module: Name of the Python module that defines its class.
         num_key_heads: Key heads before they are repeated to the value heads.
     """
+
+    anchors: ClassVar = (_CONVOLUTION, *_RULES)
 
     layer_idx: int
     name: str
@@ -199,40 +202,32 @@ def redirect_layers(layers: Iterable[GdnLayerInfo | AttentionLayerInfo]) -> Iter
     Contexts nest and overlap freely, also across threads.
 
     Args:
-        layers: Layers whose modeling files are to be redirected.
+        layers: Layers whose modeling files are to be redirected, in what such layers call.
 
     Yields:
         Nothing.
     """
-    names = sorted({layer.modeling_module for layer in layers})
+    places = sorted({(layer.modeling_module, anchor) for layer in layers for anchor in layer.anchors})
     with _lock:
-        for name in names:
-            _active[name] = _active.get(name, 0) + 1
-            if _active[name] == 1:
-                _install(sys.modules[name])
+        for place in places:
+            _active[place] = _active.get(place, 0) + 1
+            if _active[place] == 1:
+                _install(*place)
     try:
         yield
     finally:
         with _lock:
-            for name in names:
-                _active[name] -= 1
-                if _active[name] == 0:
-                    del _active[name]
-                    _uninstall(sys.modules[name])
+            for place in places:
+                _active[place] -= 1
+                if _active[place] == 0:
+                    del _active[place]
+                    setattr(sys.modules[place[0]], place[1], _originals.pop(place))
 
 
-def _install(module: ModuleType) -> None:
-    for anchor, make_shim in _SHIMS.items():
-        if hasattr(module, anchor):
-            original = getattr(module, anchor)
-            _originals[module.__name__, anchor] = original
-            setattr(module, anchor, make_shim(original))
-
-
-def _uninstall(module: ModuleType) -> None:
-    for anchor in _SHIMS:
-        if (module.__name__, anchor) in _originals:
-            setattr(module, anchor, _originals.pop((module.__name__, anchor)))
+def _install(module: str, anchor: str) -> None:
+    original = getattr(sys.modules[module], anchor)
+    _originals[module, anchor] = original
+    setattr(sys.modules[module], anchor, _SHIMS[anchor](original))
 
 
 def _convolution_shim(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ COMPILES: list[tuple[str, Callable[[], Any], str, type[Exception]]] = [
     (
         "an unknown commit policy",
         compile_with(commit="rollback"),
-        "commit policy 'rollback' is not available; choose one of immediate, fused, deferred, snapshots",
+        "commit policy 'rollback' is not available with backend 'eager'; choose one of immediate, fused, deferred,",
         ValueError,
     ),
     ("no cache", compile_with(max_cache_len=0), "max_cache_len is 0; it must be positive, or None", ValueError),

@@ -171,15 +171,15 @@ DRAFTING = [
     Fault(
         "redirections are not undone",
         _ANCHORS,
-        "_uninstall(sys.modules[name])",
-        "pass",
+        "setattr(sys.modules[place[0]], place[1], _originals.pop(place))",
+        "_originals.pop(place)",
         (_ISOLATION + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
     ),
     Fault(
         "every overlapping redirection saves the functions of the one before as the originals",
         _ANCHORS,
-        "if _active[name] == 1:",
-        "if _active[name] >= 1:",
+        "if _active[place] == 1:",
+        "if _active[place] >= 1:",
         (_ISOLATION + "test_redirections_that_overlap_put_the_originals_back_in_any_order",),
     ),
     Fault(
