@@ -7,7 +7,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from models import FAMILIES, fresh_model, greedy, left_padded, plain_model, rand
 from scripted_stores import MIXED, StoresFollow, play_script
 from test_generate_equality import speculative
 from tolerances import STORES_FLOAT32, relative_error
-from treewy._compiled_session import RING_ROWS, CompiledSession, CompiledTarget
+from treewy._compiled_session import RING_ROWS, CompiledSession, CompiledTarget, Place
 from treewy._rounds import Rounds
 from treewy._session import Session
 from treewy.testing import check_equivalence
@@ -292,3 +292,24 @@ def test_the_largest_tree_is_handed_over_whole() -> None:
     for ours, theirs in zip(session.cache.state_layers, follow.cache.state_layers, strict=True):
         assert relative_error(ours.state, theirs.state) <= STORES_FLOAT32
         assert relative_error(ours.window, theirs.window) <= STORES_FLOAT32
+
+
+def test_graphs_are_captured_again_where_they_would_not_see_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights that lie elsewhere, and compiled again for hooks; not for weights that change where they are."""
+    forgotten = []
+    monkeypatch.setattr(Place, "forget_graphs", lambda place: forgotten.append(place))
+    model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
+    prompt = random_tokens(1, 6, seed=1)
+    weight = model.get_output_embeddings().weight
+
+    def forgets(change: Callable[[], object]) -> bool:
+        forgotten.clear()
+        change()
+        assert compiled_text(model, prompt) == plain_text(model, prompt)
+        return bool(forgotten)
+
+    assert forgets(lambda: None)  # the first stores
+    assert not forgets(lambda: None)
+    assert not forgets(lambda: weight.data.neg_())
+    assert forgets(lambda: setattr(weight, "data", weight.data.clone()))
+    assert forgets(lambda: model.get_output_embeddings().register_forward_hook(lambda module, args, logits: -logits))

@@ -38,15 +38,20 @@ class Place:
         self.stores = StaticStores(session.cache, *layers, num_nodes, RING_ROWS[target.commit])
         self._of_all_forwards = (target.model, session.cache_keyword, *layers, self.stores, target.inner)
         self._forwards: dict[int, CompiledForward] = {}
-        self._seen: object = None
+        self._traced = _traced_of(target.model)
+        self._captured: object = None
+
+    def fits(self, session: Session, num_nodes: int) -> bool:
+        """Tell whether these are stores for a session and so many nodes, and forwards of its model as it is now."""
+        return self.stores.fits(session.cache, num_nodes) and self._traced == _traced_of(session.model)
 
     def load(self, session: Session) -> None:
         """Take over what a session has committed."""
         moved = self.stores.load(session.cache)
-        seen = _captured_of(session.model)
-        if moved or seen != self._seen:
+        captured = _captured_of(session.model)
+        if moved or captured != self._captured:
             self.forget_graphs()
-        self._seen = seen
+        self._captured = captured
 
     def reserve(self, columns: int) -> None:
         """Make room for so many columns of keys and values."""
@@ -90,7 +95,7 @@ class CompiledTarget:
     def take(self, session: Session, num_nodes: int) -> Place:
         """Return a place for the rows of a session and so many nodes, with what the session has committed."""
         with self._lock:
-            fitting = [place for place in self._free if place.stores.fits(session.cache, num_nodes)]
+            fitting = [place for place in self._free if place.fits(session, num_nodes)]
             if fitting:
                 self._free.remove(fitting[-1])
         place = fitting[-1] if fitting else Place(self, session, max(_LEAST_NODES, num_nodes))
@@ -196,15 +201,20 @@ class CompiledSession(Session):
         self.cache.columns_used = int(self.cache.lengths.max())
 
 
+def _traced_of(model: PreTrainedModel) -> list[object]:
+    """Return what a compiled forward does not look at again: hooks and adapters."""
+    adapters = "_active_adapter", "_disable_adapters"
+    return [
+        (list(module._forward_hooks), list(module._forward_pre_hooks), *(str(vars(module).get(x)) for x in adapters))
+        for module in model.modules()
+    ]
+
+
 def _captured_of(model: PreTrainedModel) -> object:
-    """Return what a captured graph does not look at again: places of weights, modes, hooks and adapters."""
+    """Return what a captured graph does not look at again: where weights are, and modes."""
     weights = [(x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers())]
-    modules = []
-    for module in model.modules():
-        adapters = (str(vars(module).get(name)) for name in ("_active_adapter", "_disable_adapters"))
-        modules.append((module.training, len(module._forward_hooks), len(module._forward_pre_hooks), *adapters))
-    kind = model.device.type
-    return weights, modules, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    training, kind = [module.training for module in model.modules()], model.device.type
+    return weights, training, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def refuse_uncompilable(model: PreTrainedModel, backend: str) -> None:
