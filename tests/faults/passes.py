@@ -108,13 +108,6 @@ PASSES = [
         (_ROUNDS + "test_a_generation_within_another_has_stores_of_its_own",),
     ),
     Fault(
-        "stores of another dtype are taken",
-        "treewy_compile/_static_stores.py",
-        "return tensor.shape, tensor.dtype, tensor.device",
-        "return tensor.shape, tensor.device",
-        (_ROUNDS + "test_a_copy_computes_with_its_own_weights_and_a_model_with_those_of_now",),
-    ),
-    Fault(
         "a compiled commit leaves positions",
         "treewy_compile/_static_stores.py",
         "(self.lengths, self._length, self.next_position)",
