@@ -6,6 +6,7 @@ Imports point one way: this package may use :mod:`treewy.ops`, never the rest of
 from treewy.passes._anchors import (
     AttentionLayerInfo,
     GdnLayerInfo,
+    LayerInfo,
     TreeCall,
     TreePrefix,
     find_attention_layers,
@@ -18,6 +19,7 @@ from treewy.passes._backend import TreeBackend
 __all__ = [
     "AttentionLayerInfo",
     "GdnLayerInfo",
+    "LayerInfo",
     "TreeBackend",
     "TreeCall",
     "TreePrefix",

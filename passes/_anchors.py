@@ -72,8 +72,8 @@ class TreePrefix:
 
 
 @dataclass(frozen=True)
-class AttentionLayerInfo:
-    """One attention layer of a model.
+class LayerInfo:
+    """One layer of a model.
 
     Args:
         layer_idx: Position among the decoder layers.
@@ -81,7 +81,7 @@ class AttentionLayerInfo:
         modeling_module: Name of the Python module that defines its class.
     """
 
-    anchors: ClassVar = (_ATTENTION,)
+    anchors: ClassVar[tuple[str, ...]]
 
     layer_idx: int
     name: str
@@ -89,7 +89,14 @@ class AttentionLayerInfo:
 
 
 @dataclass(frozen=True)
-class GdnLayerInfo:
+class AttentionLayerInfo(LayerInfo):
+    """One attention layer of a model, described as any."""
+
+    anchors = (_ATTENTION,)
+
+
+@dataclass(frozen=True)
+class GdnLayerInfo(LayerInfo):
     """One Gated DeltaNet layer of a model.
 
     Args:
@@ -99,11 +106,8 @@ class GdnLayerInfo:
         num_key_heads: Key heads before they are repeated to the value heads.
     """
 
-    anchors: ClassVar = (_CONVOLUTION, *_RULES)
+    anchors = (_CONVOLUTION, *_RULES)
 
-    layer_idx: int
-    name: str
-    modeling_module: str
     num_key_heads: int
 
 
@@ -196,7 +200,7 @@ def names_called(cls: type[nn.Module]) -> frozenset[str]:
 
 
 @contextmanager
-def redirect_layers(layers: Iterable[GdnLayerInfo | AttentionLayerInfo]) -> Iterator[None]:
+def redirect_layers(layers: Iterable[LayerInfo]) -> Iterator[None]:
     """Redirect calls that carry a tree for as long as the context is open.
 
     Contexts nest and overlap freely, also across threads.

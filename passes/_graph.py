@@ -2,19 +2,13 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 
-
-class LayerInfo(Protocol):
-    """What passes need to know of a layer."""
-
-    @property
-    def name(self) -> str:
-        """Qualified name of the module."""
+from treewy.passes._anchors import LayerInfo
 
 
 class TreeGraph:

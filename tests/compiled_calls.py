@@ -1,8 +1,12 @@
 """Speculation on a compiled model, for the tests of compile."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 import treewy
@@ -23,3 +27,12 @@ def speculate(model: PreTrainedModel, prompt: Tensor = PROMPT, max_new_tokens: i
 def stats_of(model: PreTrainedModel, **options: Any) -> treewy.SpeculationStats:
     stats: treewy.SpeculationStats = speculate(model, return_dict_in_generate=True, **options).speculation
     return stats
+
+
+@pytest.fixture
+def nothing_compiled_is_kept() -> Iterator[None]:
+    """Begin and end without what Dynamo compiled, and count from zero."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

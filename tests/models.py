@@ -41,6 +41,9 @@ ALL_FAMILIES = (
 FAMILIES = tuple(name for name in ALL_FAMILIES if name != "lara_mini" or hasattr(transformers, "LaraMiniConfig"))
 """Families of targets. LARA came to transformers behind the oldest version that is supported."""
 
+COMPILED_FAMILIES = tuple(name for name in FAMILIES if name != "lara_mini")
+"""Those without sliding windows."""
+
 MIXTURES = tuple(name for name in FAMILIES if "moe" in name or name == "lara_mini")
 """Those with experts."""
 

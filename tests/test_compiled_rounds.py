@@ -7,7 +7,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import treewy
 from knowing_drafter import KnowingDrafter
-from models import FAMILIES, fresh_model, greedy, left_padded, plain_model, random_tokens
+from models import COMPILED_FAMILIES, FAMILIES, fresh_model, greedy, left_padded, plain_model, random_tokens
 from scripted_stores import MIXED, StoresFollow, play_script
 from test_generate_equality import speculative
 from tolerances import STORES_FLOAT32, relative_error
@@ -28,18 +28,10 @@ from treewy._rounds import Rounds
 from treewy._session import Session
 from treewy.testing import check_equivalence
 
-COMPILED_FAMILIES = [family for family in FAMILIES if family != "lara_mini"]  # which has sliding windows
+pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
 
 GRAPHS = 3
 """Of a number of nodes: the forward, what it accepts, and the commit."""
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_is_kept() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs() -> int:
@@ -149,12 +141,13 @@ def test_pads_behind_the_first_token_are_refused_and_the_model_stays_usable() ->
     model = fresh_model("qwen3_next")
     treewy.compile(model, backend="aot_eager")
     prompt = random_tokens(1, 6, seed=1)
+    right = compiled_text(model, prompt)
+    compiled_once = graphs()
     mask = torch.tensor([[1, 1, 0, 1, 1, 1]])
     with pytest.raises(ValueError, match="zeros behind the first token"):
         speculative(model, prompt, mask, max_new_tokens=5, prompt_lookup_num_tokens=2)
-    whole = torch.ones_like(mask)
-    output = speculative(model, prompt, whole, max_new_tokens=5, prompt_lookup_num_tokens=2)
-    assert output.sequences.tolist() == greedy(plain_model("qwen3_next"), prompt, whole, 5).tolist()
+    assert compiled_text(model, prompt) == right == plain_text(plain_model("qwen3_next"), prompt)
+    assert graphs() == compiled_once  # what was compiled is still there
 
 
 def test_what_cannot_be_watched_is_not_checked() -> None:

@@ -1,6 +1,5 @@
 """Compiled rounds on a CUDA device: captured as graphs they give the plain text, and the bits of what was captured."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,22 +9,13 @@ from torch._dynamo.utils import counters
 
 import treewy
 from knowing_drafter import KnowingDrafter
-from models import FAMILIES, VOCAB_SIZE, fresh_model, left_padded
+from models import COMPILED_FAMILIES, VOCAB_SIZE, fresh_model, left_padded
 from treewy import _compiled_forward
 from treewy._compiled_session import CompiledSession, CompiledTarget
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_is_kept")]
 
-COMPILED_FAMILIES = [family for family in FAMILIES if family != "lara_mini"]  # which has sliding windows
 SCHEDULE = (3, 0, 1, 3, 2)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_is_kept() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def plain_texts(model: Any, prompt: Tensor, mask: Tensor, num_tokens: int) -> tuple[Tensor, list[list[int]]]:

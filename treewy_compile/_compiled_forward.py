@@ -20,7 +20,7 @@ from treewy._decoding import Emission, cut
 from treewy._greedy import greedy_paths
 from treewy._static_stores import HandedOut, StaticStores
 from treewy.ops import PADDING, depths
-from treewy.passes import AttentionLayerInfo, GdnLayerInfo, TreeBackend, redirect_layers
+from treewy.passes import AttentionLayerInfo, GdnLayerInfo, LayerInfo, TreeBackend, redirect_layers
 
 
 class CompiledForward:
@@ -52,7 +52,7 @@ class CompiledForward:
     ) -> None:
         self.num_nodes = num_nodes
         self._stores = stores
-        self._layers: list[GdnLayerInfo | AttentionLayerInfo] = [*gdn_layers, *attention_layers]
+        self._layers: list[LayerInfo] = [*gdn_layers, *attention_layers]
         lengths = stores.lengths
         self._token_ids = lengths.new_zeros(len(lengths), num_nodes)
         self._parents = torch.full_like(self._token_ids, PADDING)

@@ -93,14 +93,12 @@ class CompiledTarget:
         return CompiledTarget, (self.model, self.inner, self.commit)
 
     def take(self, session: Session, num_nodes: int) -> Place:
-        """Return a place for the rows of a session and so many nodes, with what the session has committed."""
+        """Return a place for the rows of a session and so many nodes."""
         with self._lock:
             fitting = [place for place in self._free if place.fits(session, num_nodes)]
             if fitting:
                 self._free.remove(fitting[-1])
-        place = fitting[-1] if fitting else Place(self, session, max(_LEAST_NODES, num_nodes))
-        place.load(session)
-        return place
+        return fitting[-1] if fitting else Place(self, session, max(_LEAST_NODES, num_nodes))
 
     def give_back(self, place: Place) -> None:
         """Keep a place for later generations; of many, those that were used last."""
@@ -189,6 +187,7 @@ class CompiledSession(Session):
                 self._place.stores.unload(self.cache)
                 self.close()
             self._place = self._target.take(self, larger)
+            self._place.load(self)  # may refuse; `close` gives back what is taken
         forward = self._place.forward(num_nodes)
         self._place.reserve(max(columns, self.cache.columns_used) + forward.num_nodes)
         more = 0, forward.num_nodes - num_nodes

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 from transformers import DynamicCache
 
-from models import FAMILIES, fresh_model, random_tokens
+from models import COMPILED_FAMILIES, fresh_model, random_tokens
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
 from treewy import _compiled_forward
 from treewy._compiled_forward import CompiledForward
@@ -22,7 +22,6 @@ from treewy._static_stores import StaticStores, _StaticState
 from treewy.passes import TreeBackend, find_attention_layers, find_gdn_layers, redirect_layers
 from treewy.passes import _backend as treewy_backend
 
-COMPILED_FAMILIES = [family for family in FAMILIES if family != "lara_mini"]  # which has sliding windows
 PROMPT = 7
 TREES = (
     torch.tensor([[-1, 0, 0, 1, 2, 2], [-1, 0, 1, 1, 0, 4]]),
@@ -42,9 +41,7 @@ class SeenBackend(TreeBackend):
 
 
 @pytest.fixture(autouse=True)
-def _graphs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    counters.clear()
+def _graphs_are_seen(monkeypatch: pytest.MonkeyPatch, nothing_compiled_is_kept: None) -> None:
     monkeypatch.setattr(_compiled_forward, "TreeBackend", SeenBackend)
     compile_rewritten = treewy_backend._compile
 
