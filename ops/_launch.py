@@ -18,7 +18,8 @@ _BLOCK = 16
 _PERSISTENT_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H100 or H200; where fewer fit, some wait
 _FEW_TABLES = 264  # with so many or fewer, tables leave multiprocessors idle
 _MOST_PARTS = 64  # in which columns are attended to; each takes scratch, and is a term of a sum
-_PROGRAMS_WITH_PARTS = 264  # with so many there are parts enough: two a multiprocessor, as above
+_PROGRAMS_WITH_PARTS = 264  # with so many there are parts enough: two a multiprocessor, of large ones half as many
+_MUCH_SHARED_MEMORY = 200 << 10  # bytes a program
 
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -190,9 +191,10 @@ def pass_options(
 def attention_options(query: Tensor, key_heads: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Return grid and options of `tree_attention_parts_kernel`.
 
-    With 64 rows a key is read once for the nodes of a small tree and all query heads of a group; more would not fit the
-    registers, those of 8 warps for 256 dimensions. In float32 each warp keeps the queries as two halves, so that there
-    are no more than 16 rows of 128 dimensions, and as many of 256 spill.
+    With enough rows a key is read once for all nodes of a tree and query heads of a group. What fits the registers
+    depends on whether tensor cores read their operands there or in shared memory, as those do that come with much of it
+    (Hopper and later). There a few bytes spill for 256 dimensions, and it is still faster than twice the warps. In
+    float32 each warp keeps the queries as two halves, so that there are no more than 16 rows of 128 dimensions.
     """
     batch, num_nodes, query_heads, head_dim = query.shape
     if num_nodes > LARGEST_TREE:
@@ -203,17 +205,20 @@ def attention_options(query: Tensor, key_heads: int) -> tuple[tuple[int, int, in
     if head_dim > 256:
         raise ValueError(f"query has head dimension {head_dim}, the kernels take up to 256")
     ratio, width, float32 = query_heads // key_heads, power_of_two(head_dim), query.dtype == torch.float32
-    most_rows = max(_BLOCK, 2048 // width) if float32 else 64
+    from_shared = shared_memory() > _MUCH_SHARED_MEMORY
+    most_rows = max(_BLOCK, 2048 // width) if float32 else 128 if from_shared else 64
     rows = _BLOCK
     while rows < most_rows and rows < ratio * num_nodes:
         rows *= 2
-    wide = width == 256 and (float32 or rows == 64)
-    columns = _BLOCK if wide and float32 else 2 * _BLOCK
+    columns = _BLOCK if width == 256 and float32 else 2 * _BLOCK
+    large = width == 256 and rows >= 64
+    many_warps = (width == 256 and float32) or rows == 128 or (large and not from_shared)
     # Two blocks of keys and values on their way beside the one in work, if they fit beside the queries.
     stages = 3 if query.element_size() * width * (rows + 3 * 2 * columns) + 4096 <= shared_memory() else 2
     programs = batch * key_heads * tiles(ratio * bucket(num_nodes), rows)
+    at_once = _PROGRAMS_WITH_PARTS // 2 if large else _PROGRAMS_WITH_PARTS
     parts = _MOST_PARTS
-    while parts > 2 and parts * programs > _PROGRAMS_WITH_PARTS:  # one range guard a halving when the batch is symbolic
+    while parts > 2 and parts * programs > at_once:  # one range guard a halving when the batch is symbolic
         parts //= 2
     return (parts, key_heads * tiles(ratio * num_nodes, rows), batch), {
         "RATIO": ratio,
@@ -224,7 +229,7 @@ def attention_options(query: Tensor, key_heads: int) -> tuple[tuple[int, int, in
         "ROWS": rows,
         "COLUMNS": columns,
         "STAGES": stages,
-        "num_warps": 8 if wide else 4,
+        "num_warps": 8 if many_warps else 4,
     }
 
 

@@ -12,6 +12,7 @@ from treewy.passes._attention_pass import attend_to_ancestors
 from treewy.passes._convolution_pass import convolve_over_ancestors
 from treewy.passes._delta_rule_pass import solve_instead_of_delta_rule
 from treewy.passes._graph import TreeGraph, copy_of
+from treewy.passes._narrow_linear_pass import sum_narrow_linears
 
 INNER_BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -78,6 +79,8 @@ class TreeBackend:
         for marker, layers, rewrite in self._passes:
             for layer, call in tree.calls(marker, layers):
                 rewrite(tree, layer, call)
+        if self._inner == "inductor":
+            sum_narrow_linears(tree.graph)
         (output,) = tree.graph.find_nodes(op="output")
         results: Any = output.args[0]
         output.args = ((*results, *tree.handed_out.values()),)

@@ -36,7 +36,7 @@ def solve_instead_of_delta_rule(tree: TreeGraph, layer: GdnLayerInfo, call: Node
         ValueError: If the layer keeps its state in a way that is not known.
     """
     arguments: tuple[Any, ...] = call.args
-    query, key, value, log_decay, beta, state, parents, qk_l2norm = arguments
+    *repeated, value, log_decay, beta, state, parents, qk_l2norm = arguments
     results = {node.args[1]: node for node in call.users}
     assert all(node.target is operator.getitem for node in call.users)
     graph = tree.graph
@@ -45,7 +45,7 @@ def solve_instead_of_delta_rule(tree: TreeGraph, layer: GdnLayerInfo, call: Node
     last = (tree.store(layer.name, "last_" + what) for what in ("key", "log_decay"))
     path = (tree.store("", what) for what in ("path", "path_length"))
     with graph.inserting_before(call):
-        query, key = (_one_of_each_key_head(tree, x, layer) for x in (query, key))
+        query, key = (_one_of_each_key_head(tree, x, layer) for x in repeated)
         no_slots = graph.call_method("new_empty", (parents, (0,)))
         verified = graph.call_function(
             torch.ops.treewy.tree_wy_verify_.default,
@@ -57,8 +57,9 @@ def solve_instead_of_delta_rule(tree: TreeGraph, layer: GdnLayerInfo, call: Node
         )
         output, known_after = (graph.call_function(operator.getitem, (verified, i)) for i in range(2))
     results[0].replace_all_uses_with(output)
-    for node in (*results.values(), call):
-        graph.erase_node(node)
+    for node in (*results.values(), call, *repeated):
+        if not node.users:
+            graph.erase_node(node)
     tree.handed_out[layer.name, "key"] = key
     tree.handed_out[layer.name, "log_decay"] = log_decay
     tree.handed_out["", "num_known"] = known_after  # every layer's is the same
@@ -73,6 +74,10 @@ def _one_of_each_key_head(tree: TreeGraph, node: Node, layer: GdnLayerInfo) -> N
     step = _shape(node)[2] // layer.num_key_heads
     if step == 1:
         return node
+    if (node.target, node.args[1:], node.kwargs) == ("repeat_interleave", (step,), {"dim": 2}):
+        once = node.args[0]
+        assert isinstance(once, Node)
+        return once
     kept = tree.graph.call_function(operator.getitem, (node, (slice(None), slice(None), slice(None, None, step))))
     kept.meta["example_value"] = node.meta["example_value"][:, :, ::step]
     return kept

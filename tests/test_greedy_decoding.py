@@ -4,12 +4,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from treewy._greedy import GreedyDecoding
+from treewy._greedy import GreedyDecoding, greedy_paths
 from treewy.ops import PADDING
 
 VOCAB_SIZE = 3  # so few that siblings often have the same token, and a wrong parent's child the right one
@@ -119,3 +120,15 @@ def goes_through_a_second_sibling(
     """For each step to a node, whether the parent has an earlier child with the same token."""
     for step in path_to(parents, node) if node >= 0 else []:
         yield any(parents[n] == parents[step] and tokens[n] == tokens[step] for n in range(step))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 640])
+def test_the_first_of_the_greatest_scores_is_taken(vocab_size: int) -> None:
+    """Also where a vocabulary is looked through in parts, and where most scores are equal."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    scores = torch.randint(0, 3, (40, 1, vocab_size), generator=generator).float()
+    scores[1] = float("-inf")
+    token_ids, parents = torch.zeros(40, 1, dtype=torch.int64), torch.full((40, 1), -1)
+    node, token = greedy_paths(scores, token_ids, parents)
+    assert torch.equal(node, torch.zeros(40, dtype=torch.int64))
+    assert torch.equal(token, scores[:, 0].argmax(dim=-1))

@@ -8,7 +8,30 @@ _ROUNDS = "tests/test_compiled_rounds.py::"
 _STORES = _ROUNDS + "test_stores_equal_a_token_by_token_run_after_every_round[qwen3_next-deferred]"
 _REFUSED = _BACKEND + "test_an_attention_that_a_tree_does_not_know_is_refused_by_name"
 
+_NARROW = "tests/passes/test_narrow_linears.py::"
+
 PASSES = [
+    Fault(
+        "narrow projections stay in float32",
+        "passes/_narrow_linear_pass.py",
+        'graph.call_method("to", (sums, x.meta["example_value"].dtype))',
+        'graph.call_method("clone", (sums,))',
+        (_NARROW + "test_narrow_projections_become_sums_in_float32",),
+    ),
+    Fault(
+        "narrow projections of many rows become sums",
+        "passes/_narrow_linear_pass.py",
+        "weight.shape[0] <= _MOST_OUTPUTS and result.numel() <= _MOST_SUMS",
+        "weight.shape[0] <= _MOST_OUTPUTS",
+        (_NARROW + "test_many_rows_stay",),
+    ),
+    Fault(
+        "places in parts of a vocabulary are counted across them",
+        "treewy_compile/_greedy.py",
+        "part * size + index.gather(-1, part)",
+        "index.gather(-1, part) * _PARTS + part",
+        ("tests/test_greedy_decoding.py::test_the_first_of_the_greatest_scores_is_taken",),
+    ),
     Fault(
         "a layer hands out its queries for its keys",
         "passes/_delta_rule_pass.py",

@@ -34,6 +34,7 @@ class SeenBackend(TreeBackend):
 
     before: Counter[Any]
     after: Counter[Any]
+    repeats_heads: bool  # after
 
     def __call__(self, graph_module: GraphModule, example_inputs: list[Tensor]) -> Any:
         self.before = targets(graph_module)
@@ -47,6 +48,8 @@ def _graphs_are_seen(monkeypatch: pytest.MonkeyPatch, nothing_compiled_is_kept: 
 
     def seen(inner: str, graph_module: GraphModule, example_inputs: list[Tensor]) -> Any:
         SeenBackend.after = targets(graph_module)
+        repeats = graph_module.graph.find_nodes(op="call_method", target="repeat_interleave")
+        SeenBackend.repeats_heads = any(node.kwargs == {"dim": 2} for node in repeats)
         return compile_rewritten(inner, graph_module, example_inputs)
 
     monkeypatch.setattr(treewy_backend, "_compile", seen)
@@ -127,7 +130,9 @@ def test_every_layer_is_rewritten_and_nothing_that_is_committed_is_written(famil
         assert (seen.after[marker], seen.after[op]) == (0, number)
     seen_before = verification.backend.before
     assert (seen_before["copy_"], seen.after["copy_"]) == (2 * num_gdn, 0)
-    untouched = set(seen_before) & set(seen.after) - {operator.getitem, torch.cat, "new_empty", "transpose"}
+    assert not seen.repeats_heads
+    touched = operator.getitem, torch.cat, "new_empty", "transpose", "repeat_interleave"
+    untouched = set(seen_before) & set(seen.after) - set(touched)
     assert all(seen_before[target] == seen.after[target] for target in untouched)
 
 
