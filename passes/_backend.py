@@ -13,6 +13,7 @@ from treewy.passes._convolution_pass import convolve_over_ancestors
 from treewy.passes._delta_rule_pass import solve_instead_of_delta_rule
 from treewy.passes._graph import TreeGraph, copy_of
 from treewy.passes._narrow_linear_pass import sum_narrow_linears
+from treewy.passes._segments import compile_segments
 
 INNER_BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -65,6 +66,7 @@ class TreeBackend:
             (torch.ops.treewy.attention_marker.default, attention_layers, attend_to_ancestors),
         )
         """In order: a marker, the layers that call it, and what rewrites a call."""
+        self._layer_names = [layer.name.rpartition(".")[0] for layer in (*gdn_layers, *attention_layers)]
         self._stores = stores
         self._inner = inner
         self.handed_out: dict[tuple[str, str], Tensor] = {}
@@ -87,7 +89,9 @@ class TreeBackend:
         # Nothing is eliminated as dead: to a graph writes in place look like that.
         tree.graph.lint()
         graph_module.recompile()
-        compiled = _compile(self._inner, graph_module, example_inputs)
+        compiled: Callable[..., Any] = graph_module.forward
+        if self._inner != "eager":
+            compiled = compile_segments(graph_module, self._layer_names, torch._dynamo.lookup_backend(self._inner))
         names = tuple(tree.handed_out)
         taken = tree.taken
 
@@ -97,10 +101,3 @@ class TreeBackend:
             return everything[: len(results)]
 
         return run
-
-
-def _compile(inner: str, graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
-    if inner == "eager":
-        forward: Callable[..., Any] = graph_module.forward
-        return forward
-    return torch._dynamo.lookup_backend(inner)(graph_module, example_inputs)

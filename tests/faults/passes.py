@@ -9,8 +9,23 @@ _STORES = _ROUNDS + "test_stores_equal_a_token_by_token_run_after_every_round[qw
 _REFUSED = _BACKEND + "test_an_attention_that_a_tree_does_not_know_is_refused_by_name"
 
 _NARROW = "tests/passes/test_narrow_linears.py::"
+_SEGMENTS = "tests/passes/test_segments.py::"
 
 PASSES = [
+    Fault(
+        "layers that differ in a number count as alike",
+        "passes/_segments.py",
+        'lines.append(f"{node.op} {place} {arguments}")',
+        'lines.append(f"{node.op} {place}")',
+        (_SEGMENTS + "test_layers_alike_are_compiled_once",),
+    ),
+    Fault(
+        "a graph is cut behind what a layer adds up",
+        "passes/_segments.py",
+        "for path in paths[:-1])",
+        "for path in paths)",
+        (_SEGMENTS + "test_a_layers_sum_is_compiled_with_what_follows",),
+    ),
     Fault(
         "narrow projections stay in float32",
         "passes/_narrow_linear_pass.py",

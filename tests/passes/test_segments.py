@@ -1,0 +1,89 @@
+"""Layers that are alike are compiled once, and no others; what comes out is what the whole graph gives."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from treewy.passes._segments import compile_segments
+
+pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
+
+
+class Layer(nn.Module):
+    """A layer that adds what its modules return to the residual stream."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, eps=eps)
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.project(self.norm(x))
+
+
+class Model(nn.Module):
+    """Layers between an embedding and a head."""
+
+    def __init__(self, *eps: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(Layer(x) for x in eps)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def compiled(model: Model, tokens: Tensor) -> tuple[Tensor, list[GraphModule], int]:
+    """The logits, what was compiled, and how many segments there are."""
+    graphs: list[GraphModule] = []
+    number = []
+
+    def compile_one(graph_module: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    def backend(graph_module: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        whole = compile_segments(graph_module, [f"layers.{i}" for i in range(len(model.layers))], compile_one)
+        number.append(len(whole.graph.find_nodes(op="call_module")))
+        return whole.forward
+
+    logits = torch.compile(model, backend=backend, fullgraph=True)(tokens)
+    return logits, graphs, number[0]
+
+
+@pytest.mark.parametrize(
+    ("eps", "number"),
+    [((1e-5,), 2), ((1e-5,) * 2, 3), ((1e-5,) * 6, 3), ((1e-5, 1e-6, 1e-5, 1e-6, 1e-5), 4)],
+    ids=["one layer", "two layers", "six layers", "of two kinds"],
+)
+def test_layers_alike_are_compiled_once(eps: tuple[float, ...], number: int) -> None:
+    """Beside the first layer, which has the embedding with it, and the head."""
+    torch.manual_seed(0)
+    model, tokens = Model(*eps), torch.arange(11)[None]
+    logits, graphs, num_segments = compiled(model, tokens)
+    assert torch.equal(logits, model(tokens))
+    assert (len(graphs), num_segments) == (number, len(eps) + 1)
+
+
+def test_a_layers_sum_is_compiled_with_what_follows() -> None:
+    _, (first, *others), _ = compiled(Model(1e-5, 1e-5), torch.arange(11)[None])
+    sums = [len(graph.graph.find_nodes(op="call_function", target=operator.add)) for graph in (first, *others)]
+    assert sums == [0, 1, 1]
+
+
+def test_weights_of_other_shapes_and_dtypes_are_not_alike() -> None:
+    model, tokens = Model(1e-5, 1e-5, 1e-5), torch.arange(11)[None]
+    model.layers[2].norm.bias.requires_grad_(False)
+    logits, graphs, _ = compiled(model, tokens)
+    assert torch.equal(logits, model(tokens))
+    assert len(graphs) == 4
