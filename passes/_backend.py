@@ -1,10 +1,13 @@
 """The backend for `torch.compile` that rewrites the graph of a tree forward and hands it on."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from treewy.passes._anchors import AttentionLayerInfo, GdnLayerInfo
@@ -12,6 +15,8 @@ from treewy.passes._attention_pass import attend_to_ancestors
 from treewy.passes._convolution_pass import convolve_over_ancestors
 from treewy.passes._delta_rule_pass import solve_instead_of_delta_rule
 from treewy.passes._graph import TreeGraph, copy_of
+
+_log = logging.getLogger(__name__)
 
 INNER_BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -66,6 +71,8 @@ class TreeBackend:
         """In order: a marker, the layers that call it, and what rewrites a call."""
         self._stores = stores
         self._inner = inner
+        self.operators: Counter[str] = Counter()
+        """Of the graph that was rewritten last: how often it calls each operator of ours."""
         self.handed_out: dict[tuple[str, str], Tensor] = {}
         """Of the last forward: "key" and "log_decay" of each Gated DeltaNet layer's nodes [B, N, HK, K] and [B, N, HV]
         and its "columns" [B, C, N], "key" and "value" of each attention layer's [B, HKV, N, D], and the number of known
@@ -77,13 +84,23 @@ class TreeBackend:
         tree = TreeGraph(graph_module.graph, self._stores, example_inputs)
         for marker, layers, rewrite in self._passes:
             for layer, call in tree.calls(marker, layers):
+                before = len(tree.graph.nodes)
                 rewrite(tree, layer, call)
+                _log.debug(
+                    "%s: %s, %d graph nodes before, %d after",
+                    layer.name,
+                    rewrite.__name__,
+                    before,
+                    len(tree.graph.nodes),
+                )
         (output,) = tree.graph.find_nodes(op="output")
         results: Any = output.args[0]
         output.args = ((*results, *tree.handed_out.values()),)
         # Nothing is eliminated as dead: to a graph writes in place look like that.
         tree.graph.lint()
         graph_module.recompile()
+        targets = (node.target for node in tree.graph.nodes if isinstance(node.target, OpOverload))
+        self.operators = Counter(op._opname for op in targets if op.namespace == "treewy")
         compiled = _compile(self._inner, graph_module, example_inputs)
         names = tuple(tree.handed_out)
         taken = tree.taken
