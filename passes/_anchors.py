@@ -82,6 +82,9 @@ class LayerInfo:
     """
 
     anchors: ClassVar[tuple[str, ...]]
+    """What such a layer calls by globals of its modeling file."""
+    operators: ClassVar[tuple[str, ...]]
+    """What passes put in their place."""
 
     layer_idx: int
     name: str
@@ -93,6 +96,7 @@ class AttentionLayerInfo(LayerInfo):
     """One attention layer of a model, described as any."""
 
     anchors = (_ATTENTION,)
+    operators = ("tree_attention",)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class GdnLayerInfo(LayerInfo):
     """
 
     anchors = (_CONVOLUTION, *_RULES)
+    operators = ("tree_conv", "tree_wy_verify_")
 
     num_key_heads: int
 

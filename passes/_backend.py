@@ -1,10 +1,13 @@
 """The backend for `torch.compile` that rewrites the graph of a tree forward and hands it on."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from treewy.passes._anchors import AttentionLayerInfo, GdnLayerInfo
@@ -14,6 +17,8 @@ from treewy.passes._delta_rule_pass import solve_instead_of_delta_rule
 from treewy.passes._graph import TreeGraph, copy_of
 from treewy.passes._narrow_linear_pass import sum_narrow_linears
 from treewy.passes._segments import compile_segments
+
+_log = logging.getLogger(__name__)
 
 INNER_BACKENDS = ("eager", "aot_eager", "inductor")
 
@@ -69,6 +74,8 @@ class TreeBackend:
         self._layer_names = [layer.name.rpartition(".")[0] for layer in (*gdn_layers, *attention_layers)]
         self._stores = stores
         self._inner = inner
+        self.operators: Counter[str] = Counter()
+        """Of the graph that was rewritten last: how often it calls each operator of ours."""
         self.handed_out: dict[tuple[str, str], Tensor] = {}
         """Of the last forward: "key" and "log_decay" of each Gated DeltaNet layer's nodes [B, N, HK, K] and [B, N, HV]
         and its "columns" [B, C, N], "key" and "value" of each attention layer's [B, HKV, N, D], and the number of known
@@ -80,7 +87,10 @@ class TreeBackend:
         tree = TreeGraph(graph_module.graph, self._stores, example_inputs)
         for marker, layers, rewrite in self._passes:
             for layer, call in tree.calls(marker, layers):
+                before = len(tree.graph.nodes)
                 rewrite(tree, layer, call)
+                after = len(tree.graph.nodes)
+                _log.debug("%s: %s, %d graph nodes before, %d after", layer.name, rewrite.__name__, before, after)
         if self._inner == "inductor":
             sum_narrow_linears(tree.graph)
         (output,) = tree.graph.find_nodes(op="output")
@@ -89,9 +99,9 @@ class TreeBackend:
         # Nothing is eliminated as dead: to a graph writes in place look like that.
         tree.graph.lint()
         graph_module.recompile()
-        compiled: Callable[..., Any] = graph_module.forward
-        if self._inner != "eager":
-            compiled = compile_segments(graph_module, self._layer_names, torch._dynamo.lookup_backend(self._inner))
+        targets = (node.target for node in tree.graph.nodes if isinstance(node.target, OpOverload))
+        self.operators = Counter(op._opname for op in targets if op.namespace == "treewy")
+        compiled = _compile(self._inner, graph_module, self._layer_names)
         names = tuple(tree.handed_out)
         taken = tree.taken
 
@@ -101,3 +111,10 @@ class TreeBackend:
             return everything[: len(results)]
 
         return run
+
+
+def _compile(inner: str, graph_module: GraphModule, layer_names: list[str]) -> Callable[..., Any]:
+    if inner == "eager":
+        forward: Callable[..., Any] = graph_module.forward
+        return forward
+    return compile_segments(graph_module, layer_names, torch._dynamo.lookup_backend(inner)).forward

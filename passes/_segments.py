@@ -9,6 +9,7 @@ call each, which a captured graph does not have, and no fusion: behind its last 
 came in, and there the next one begins with its norm.
 """
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx.passes.split_module import split_module
+
+_log = logging.getLogger(__name__)
 
 Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
@@ -37,6 +40,7 @@ def compile_segments(graph_module: GraphModule, layer_names: Sequence[str], comp
     segment_of = _segments(graph_module.graph, layer_names)
     whole: GraphModule = split_module(graph_module, None, segment_of.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     compiled: dict[str, Callable[..., Any]] = {}
+    number = 0
     for call in whole.graph.find_nodes(op="call_module"):
         segment = whole.get_submodule(call.target)
         assert isinstance(segment, GraphModule)
@@ -45,6 +49,8 @@ def compile_segments(graph_module: GraphModule, layer_names: Sequence[str], comp
             compiled[structure] = _compile_alone(segment, compile_one)
         delattr(whole, call.target)
         object.__setattr__(whole, call.target, compiled[structure])  # which is no module
+        number += 1
+    _log.debug("%d segments, of which %d differ and are compiled", number, len(compiled))
     return whole
 
 

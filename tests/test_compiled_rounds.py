@@ -292,7 +292,7 @@ def test_the_largest_tree_is_handed_over_whole() -> None:
 def test_graphs_are_captured_again_where_they_would_not_see_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that lie elsewhere, and compiled again for hooks; not for weights that change where they are."""
     forgotten = []
-    monkeypatch.setattr(Place, "forget_graphs", lambda place: forgotten.append(place))
+    monkeypatch.setattr(Place, "forget_graphs", lambda place, why: forgotten.append(why))
     model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
     prompt = random_tokens(1, 6, seed=1)
     weight = model.get_output_embeddings().weight

@@ -11,31 +11,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from treewy._assistant import AssistantDrafter
     from treewy._compile import compile, restore
+    from treewy._compiled_session import CompiledSize
     from treewy._draft_tree import DraftTree
     from treewy._drafters import Drafter, DraftingContext, PromptLookupDrafter
+    from treewy._explain import ExplainedLayer, Explanation, explain
     from treewy._stats import SpeculationStats
 
 __version__ = version("treewy")
 
 __all__ = [
     "AssistantDrafter",
+    "CompiledSize",
     "DraftTree",
     "Drafter",
     "DraftingContext",
+    "ExplainedLayer",
+    "Explanation",
     "PromptLookupDrafter",
     "SpeculationStats",
     "compile",
+    "explain",
     "restore",
 ]
 
 _HOMES = {
     "AssistantDrafter": "treewy._assistant",
+    "CompiledSize": "treewy._compiled_session",
     "DraftTree": "treewy._draft_tree",
     "Drafter": "treewy._drafters",
     "DraftingContext": "treewy._drafters",
+    "ExplainedLayer": "treewy._explain",
+    "Explanation": "treewy._explain",
     "PromptLookupDrafter": "treewy._drafters",
     "SpeculationStats": "treewy._stats",
     "compile": "treewy._compile",
+    "explain": "treewy._explain",
     "restore": "treewy._compile",
 }
 

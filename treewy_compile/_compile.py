@@ -178,6 +178,17 @@ def _compile_class(cls: type[PreTrainedModel], options: CompileOptions) -> type[
 def _compile_model(model: PreTrainedModel, options: CompileOptions) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"the decorated function returned a {type(model).__name__}, not a transformers model")
+    refuse_model(model)
+    if options.backend != "eager":
+        refuse_uncompilable(model, options.backend)
+    if isinstance(vars(model).get("generate"), CompiledGenerate):
+        restore(model)
+    model.generate = CompiledGenerate(model, options)
+    return model
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Raise if no backend can serve a model."""
     config = model.config.get_text_config(decoder=True)
     layers = find_gdn_layers(model)
     stores = DynamicCache(config=config).layers
@@ -193,9 +204,3 @@ def _compile_model(model: PreTrainedModel, options: CompileOptions) -> PreTraine
             f"hybrids such as Qwen3.5 and Qwen3-Next; {remedy}"
         )
     Session(model)  # refuses layers that have no store of ours, and attention that takes no mask
-    if options.backend != "eager":
-        refuse_uncompilable(model, options.backend)
-    if isinstance(vars(model).get("generate"), CompiledGenerate):
-        restore(model)
-    model.generate = CompiledGenerate(model, options)
-    return model

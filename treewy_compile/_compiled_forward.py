@@ -4,9 +4,11 @@ A graph has a number of rows and of nodes, and memory of its own. All else is da
 accepted, how long each row is. So one graph serves every tree of its size, and rows that have ended are padding.
 """
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -18,9 +20,12 @@ from transformers import PreTrainedModel
 
 from treewy._decoding import Emission, cut
 from treewy._greedy import greedy_paths
+from treewy._progress import compiling
 from treewy._static_stores import HandedOut, StaticStores
 from treewy.ops import PADDING, depths
 from treewy.passes import AttentionLayerInfo, GdnLayerInfo, LayerInfo, TreeBackend, redirect_layers
+
+_log = logging.getLogger(__name__)
 
 
 class CompiledForward:
@@ -54,6 +59,7 @@ class CompiledForward:
         self._stores = stores
         self._layers: list[LayerInfo] = [*gdn_layers, *attention_layers]
         lengths = stores.lengths
+        self._size = size = f"{num_nodes} nodes x {len(lengths)} rows"
         self._token_ids = lengths.new_zeros(len(lengths), num_nodes)
         self._parents = torch.full_like(self._token_ids, PADDING)
         self._accepted_node, self._room = torch.zeros_like(lengths), torch.zeros_like(lengths)
@@ -85,25 +91,45 @@ class CompiledForward:
             assert living is not None
             return living(graph_module, example_inputs)
 
-        self._forward = torch.compile(_with_own_code(forward), fullgraph=True, dynamic=False, backend=rewrite)
+        def compiled(function: Callable[..., Any], what: str, backend: Callable[..., Any]) -> Callable[..., Any]:
+            def compile_graph(graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+                with compiling(_log, f"{what} {size} with {inner}"):
+                    result: Callable[..., Any] = backend(graph_module, example_inputs)
+                    return result
+
+            return torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compile_graph)
+
+        self._forward = compiled(forward, "rewriting and compiling", rewrite)
         self._accept: Callable[..., Emission] = _accept
         self._commit: Callable[..., None] = StaticStores.commit
         if inner != "eager":
-            self._accept, self._commit = (
-                torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=inner)
-                for function in (_accept, StaticStores.commit)
-            )
+            plain = torch._dynamo.lookup_backend(inner)
+            self._accept = compiled(_accept, "compiling the acceptance of", plain)
+            self._commit = compiled(StaticStores.commit, "compiling the commit of", plain)
         self._handed_out: HandedOut = {}
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
-        """Capture again: keys and values have moved."""
-        self._verified = self._captured(self._verify)
-        self._committed = self._captured(self._commit_accepted)
-        self._rounds = self._captured(self._round)
+        """Capture again: something has moved that graphs do not look up."""
+        self._verified = self._captured(self._verify, "a verification")
+        self._committed = self._captured(self._commit_accepted, "a commit")
+        self._rounds = self._captured(self._round, "a round")
 
-    def _captured(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        return Captured(function, self._token_ids.device) if self._token_ids.is_cuda else function
+    def _captured(self, function: Callable[[], Any], what: str) -> Callable[[], Any]:
+        if not self._token_ids.is_cuda:
+            return function
+        return Captured(function, self._token_ids.device, f"{what} of {self._size}")
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph of a round or of a part of one."""
+        functions = self._verified, self._committed, self._rounds
+        return any(getattr(function, "graph", None) is not None for function in functions)
+
+    @property
+    def operators(self) -> dict[str, int]:
+        """How often the rewritten forward calls each operator of ours; empty until it is compiled."""
+        return dict(self._backend.operators)
 
     def verify(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Return the logits of nodes [B, N, V]; they are overwritten by the next call."""
@@ -128,7 +154,9 @@ class CompiledForward:
             eos: Tokens that end a row [E].
         """
         if eos.shape != self._eos.shape:
-            self._eos, self._rounds = torch.zeros_like(eos), self._captured(self._round)
+            if self.round_graph is not None:
+                _log.info("a round of %s is captured again: another number of tokens ends a row", self._size)
+            self._eos, self._rounds = torch.zeros_like(eos), self._captured(self._round, "a round")
         places = self._token_ids, self._parents, self._room, self._eos
         for place, value in zip(places, (token_ids, parents, room, eos), strict=True):
             place.copy_(value)
@@ -142,8 +170,9 @@ class CompiledForward:
 
     def _verify(self) -> tuple[Tensor, HandedOut]:
         place = self._stores.next_position, self._stores.prefix
+        tracing = nullcontext() if self._backend.operators else compiling(_log, f"tracing and compiling {self._size}")
         try:
-            with redirect_layers(self._layers):
+            with tracing, redirect_layers(self._layers):
                 logits = self._forward(self._token_ids, self._parents, *place)
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, ValueError):  # a pass has said what to do
@@ -175,9 +204,10 @@ class Captured:
 
     _one_at_a_time = threading.Lock()
 
-    def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
+    def __init__(self, function: Callable[[], Any], device: torch.device, what: str) -> None:
         self._function = function
         self._device = device
+        self._what = what
         self.graph: torch.cuda.CUDAGraph | None = None
         self._results: Any = None
         self._has_run = False
@@ -191,7 +221,11 @@ class Captured:
                 return results
             if self.graph is None:
                 graph = torch.cuda.CUDAGraph()
-                with self._one_at_a_time, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                with (
+                    compiling(_log, f"capturing {self._what}"),
+                    self._one_at_a_time,
+                    torch.cuda.graph(graph, capture_error_mode="thread_local"),
+                ):
                     self._results = self._function()
                 self.graph = graph
             self.graph.replay()

@@ -1,6 +1,8 @@
 """A session whose tree forwards are compiled, on CUDA captured as graphs; prefill stays the model's own."""
 
+import logging
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +18,32 @@ from treewy._static_stores import StaticStores
 from treewy.ops import PADDING
 from treewy.passes import find_attention_layers, find_gdn_layers
 
+_log = logging.getLogger(__name__)
+
 RING_ROWS = {"deferred": 16, "fused": 0}
 """Rows of the ring, by commit policy; the first is the default."""
 
 _LEAST_NODES = 32
 _BUCKET = 16
 _KEPT_PLACES = 4
+_GROWN = "keys and values have grown"
+
+
+@dataclass(frozen=True)
+class CompiledSize:
+    """A number of rows and nodes that is compiled.
+
+    Args:
+        rows: Rows of the batch.
+        nodes: Nodes of each row's tree, padding among them.
+        captured: Whether a CUDA graph of it is captured.
+        operators: How often the rewritten forward calls each operator of ours, by name.
+    """
+
+    rows: int
+    nodes: int
+    captured: bool
+    operators: dict[str, int]
 
 
 class Place:
@@ -39,7 +61,7 @@ class Place:
         self._of_all_forwards = (target.model, session.cache_keyword, *layers, self.stores, target.inner)
         self._forwards: dict[int, CompiledForward] = {}
         self._traced = _traced_of(target.model)
-        self._captured: object = None
+        self._captured: dict[str, object] = {}
 
     def fits(self, session: Session, num_nodes: int) -> bool:
         """Tell whether these are stores for a session and so many nodes, and forwards of its model as it is now."""
@@ -49,17 +71,22 @@ class Place:
         """Take over what a session has committed."""
         moved = self.stores.load(session.cache)
         captured = _captured_of(session.model)
-        if moved or captured != self._captured:
-            self.forget_graphs()
+        why = [change for change, value in captured.items() if value != self._captured.get(change)]
+        if moved:
+            why.append(_GROWN)
+        if why:
+            self.forget_graphs(why)
         self._captured = captured
 
     def reserve(self, columns: int) -> None:
         """Make room for so many columns of keys and values."""
         if self.stores.reserve(columns):
-            self.forget_graphs()
+            self.forget_graphs([_GROWN])
 
-    def forget_graphs(self) -> None:
+    def forget_graphs(self, why: list[str]) -> None:
         """Capture again what is used next; what is compiled checks by itself whether it still holds."""
+        if any(forward.is_captured for forward in self._forwards.values()):
+            _log.info("what is captured for %d rows is captured again: %s", len(self.stores.lengths), ", ".join(why))
         for forward in self._forwards.values():
             forward.forget_graphs()
 
@@ -70,6 +97,15 @@ class Place:
         if size not in self._forwards:
             self._forwards[size] = CompiledForward(*self._of_all_forwards, size)
         return self._forwards[size]
+
+    def sizes(self) -> list[CompiledSize]:
+        """List what is compiled."""
+        rows = len(self.stores.lengths)
+        return [
+            CompiledSize(rows, nodes, forward.is_captured, forward.operators)
+            for nodes, forward in sorted(self._forwards.items())
+            if forward.operators
+        ]
 
 
 class CompiledTarget:
@@ -98,7 +134,17 @@ class CompiledTarget:
             fitting = [place for place in self._free if place.fits(session, num_nodes)]
             if fitting:
                 self._free.remove(fitting[-1])
-        return fitting[-1] if fitting else Place(self, session, max(_LEAST_NODES, num_nodes))
+                return fitting[-1]
+            outdated = any(place.stores.fits(session.cache, num_nodes) for place in self._free)
+        why = "hooks or adapters have changed" if outdated else "no others of these sizes and dtypes are free"
+        num_nodes = max(_LEAST_NODES, num_nodes)
+        _log.info("new stores for %d rows and up to %d nodes: %s", len(session.cache.lengths), num_nodes, why)
+        return Place(self, session, num_nodes)
+
+    def sizes(self) -> list[CompiledSize]:
+        """List what is compiled and not in use now."""
+        with self._lock:
+            return [size for place in self._free for size in place.sizes()]
 
     def give_back(self, place: Place) -> None:
         """Keep a place for later generations; of many, those that were used last."""
@@ -209,11 +255,14 @@ def _traced_of(model: PreTrainedModel) -> list[object]:
     ]
 
 
-def _captured_of(model: PreTrainedModel) -> object:
-    """Return what a captured graph does not look at again: where weights are, and modes."""
-    weights = [(x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers())]
-    training, kind = [module.training for module in model.modules()], model.device.type
-    return weights, training, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+def _captured_of(model: PreTrainedModel) -> dict[str, object]:
+    """Return what a captured graph does not look at again, where weights are and modes, by what a change is called."""
+    kind = model.device.type
+    return {
+        "weights have moved": [(x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers())],
+        "modes have changed": [module.training for module in model.modules()],
+        "autocast has changed": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+    }
 
 
 def refuse_uncompilable(model: PreTrainedModel, backend: str) -> None:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from treewy._arguments import check_generator, prepare_for_drafting, refuse_unsupported, take_drafter
-from treewy._compiled_session import CompiledSession, CompiledTarget
+from treewy._compiled_session import CompiledSession, CompiledSize, CompiledTarget
 from treewy._decoding import Decoding
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter, DraftingContext
@@ -74,6 +74,10 @@ class CompiledGenerate:
         if options.backend != "eager":
             self._target = CompiledTarget(model, options.backend, options.commit)
         self.__doc__ = model.generate.__doc__
+
+    def compiled_sizes(self) -> list[CompiledSize]:
+        """List what is compiled of the model and not in use now."""
+        return [] if self._target is None else self._target.sizes()
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -7,5 +7,6 @@ from faults.operators import OPERATORS
 from faults.passes import PASSES
 from faults.policies import POLICIES
 from faults.stores import STORES
+from faults.telling import TELLING
 
-FAULTS = [*OPERATORS, *KERNELS, *PASSES, *STORES, *POLICIES, *DRAFTING, *DECODING]
+FAULTS = [*OPERATORS, *KERNELS, *PASSES, *STORES, *POLICIES, *DRAFTING, *DECODING, *TELLING]

@@ -46,11 +46,11 @@ def _graphs_are_seen(monkeypatch: pytest.MonkeyPatch, nothing_compiled_is_kept: 
     monkeypatch.setattr(_compiled_forward, "TreeBackend", SeenBackend)
     compile_rewritten = treewy_backend._compile
 
-    def seen(inner: str, graph_module: GraphModule, example_inputs: list[Tensor]) -> Any:
+    def seen(inner: str, graph_module: GraphModule, layer_names: list[str]) -> Any:
         SeenBackend.after = targets(graph_module)
         repeats = graph_module.graph.find_nodes(op="call_method", target="repeat_interleave")
         SeenBackend.repeats_heads = any(node.kwargs == {"dim": 2} for node in repeats)
-        return compile_rewritten(inner, graph_module, example_inputs)
+        return compile_rewritten(inner, graph_module, layer_names)
 
     monkeypatch.setattr(treewy_backend, "_compile", seen)
 
