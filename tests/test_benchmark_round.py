@@ -18,8 +18,8 @@ def benchmark() -> ModuleType:
 def test_a_row_says_what_was_measured_against_what(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    path = tmp_path / "round.json"
-    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), "--sizes", "8,16,128"])
+    path, sizes = tmp_path / "round.json", ["--models", "dense", "--sizes", "8,16,128"]
+    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), *sizes])
     benchmark.main()
     record = json.loads(path.read_text())
     (row,) = record["rows"]
@@ -31,11 +31,29 @@ def test_a_row_says_what_was_measured_against_what(
         "deferred",
     )
     assert row["tokens_per_s"] == pytest.approx(8e3 / row["round_ms"])
-    model = benchmark.random_model(benchmark._QUICK, "cpu")
+    model = benchmark.random_model("dense", "cpu")
     weights = sum(parameter.nbytes for parameter in model.parameters()) - 151 * 32 * 4
     cache = 8 * 128 * 1 * 2 * 2 * 16 * 4  # rows, columns, attention layers, keys and values, heads, width, bytes
     assert row["floor_ms"] == pytest.approx((weights + cache) / record["copy_tb_s"] / 1e9)
     assert row["logit_error"] < 1e-5
+    assert row["experts"] == 0
+
+
+def test_of_experts_only_those_count_that_are_used(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, sizes = tmp_path / "round.json", ["--models", "moe", "--sizes", "1,1,128"]
+    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), *sizes])
+    benchmark.main()
+    record = json.loads(path.read_text())
+    (row,) = record["rows"]
+    assert (row["nodes"], row["mode"]) == (1, "plain")
+    assert row["experts"] == 4 * 2  # of each layer the two of one token
+    model = benchmark.random_model("moe", "cpu")
+    expert = 3 * 32 * 16 * 4  # three matrices in float32
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - 151 * 32 * 4 - (4 * 8 - 8) * expert
+    cache = 128 * 1 * 2 * 2 * 16 * 4
+    assert row["floor_ms"] == pytest.approx((weights + cache) / record["copy_tb_s"] / 1e9)
 
 
 def test_wrong_logits_are_not_timed(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""Time whole rounds of a Qwen3.5-shaped model with random weights: verify a tree, accept, commit, in one CUDA graph.
+"""Time whole rounds of Qwen3.5-shaped models with random weights: verify a tree, accept, commit, in one CUDA graph.
 
-Run ``python examples/benchmarks/round.py --json docs/benchmarks/round.json`` on a CUDA device with room for the model,
-9 GB; ``--quick`` goes the same way with a tiny one and without a graph, for tests. Exits with 1, and times nothing, if
-logits are off by more than twice what those of the eager engine are.
+Run ``python examples/benchmarks/round.py --json docs/benchmarks/round.json`` on a CUDA device with room for the models,
+9 and 71 GB; ``--quick`` goes the same way with tiny ones and without a graph, for tests. Exits with 1, and times
+nothing, if logits are off by more than twice what those of the eager engine are.
 
 Random weights reject what random drafts propose, so each round commits its root, and one of a node is plain decoding.
-Times are medians over replays; the floor is what a round must read, all weights but the embeddings, and keys and values
-up to each row's length, over the bandwidth of a copying kernel in the same run. Of a long prefix all but the first
-columns are zeros.
+Times are medians over replays; the floor is what a round must read, all weights but embeddings and experts that it does
+not use, and keys and values up to each row's length, over the bandwidth of a copying kernel in the same run. Of a long
+prefix all but the first columns are zeros.
 """
 
 import argparse
@@ -21,54 +21,32 @@ from pathlib import Path
 
 import torch
 from _record import write_record
+from _round_models import bytes_read, count_experts, random_model
 from _timing import copy_bandwidth
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import PreTrainedModel
 
 from treewy._compiled_session import CompiledSession, CompiledTarget
 from treewy._session import Session
 
 Size = tuple[int, int, int]
 
-GOALS: dict[Size, float] = {
-    (1, 16, 128): 1.35,
-    (1, 16, 32768): 1.35,
-    (1, 1, 128): 1.25,
-    (8, 16, 128): 1.7,
-    (1, 40, 128): 1.6,
+GOALS: dict[str, dict[Size, float]] = {
+    "dense": {
+        (1, 16, 128): 1.35,
+        (1, 16, 32768): 1.35,
+        (1, 40, 128): 1.6,
+        (8, 16, 128): 1.7,
+        (1, 1, 128): 1.25,
+    },
+    "moe": {(1, 4, 128): 1.6, (1, 16, 128): 1.6, (1, 40, 128): 1.6, (1, 1, 128): 1.25},
 }
-"""Times the floor, by batch, nodes and prefix; what is compiled serves until the batch changes or a tree is larger."""
+"""Times the floor, by model, batch, nodes and prefix. What is compiled serves until the batch changes or a tree is
+larger; rounds of a node are compiled for themselves."""
 
 _PROMPT = 128
 _REPEATS, _CALLS = 20, 5
-_SHAPE = {
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 65536,
-    "tie_word_embeddings": False,
-}
-_QUICK = _SHAPE | {
-    "vocab_size": 151,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+_SHALLOW = 4  # layers of the model of experts whose logits are compared: of all, there is no room in float32
 
 
 @dataclass
@@ -85,31 +63,16 @@ class Row:
     floor_ms: float
     tokens_per_s: float
     first_call_s: float
+    experts: int
     launches: int | None
     eager_logit_error: float
     logit_error: float
-
-
-def random_model(shape: dict[str, int], device: str) -> PreTrainedModel:
-    """Return a Qwen3.5 of some shape with random weights, in bfloat16 on a GPU."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: PreTrainedModel = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape))
-    return model.to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
 
 
 def tree_of(nodes: int, batch: int, device: str) -> Tensor:
     """Return the parents [B, N] of a tree in which each node has three children."""
     parents = torch.tensor([-1] + [(node - 1) // 3 for node in range(1, nodes)], device=device)
     return parents.expand(batch, -1)
-
-
-def bytes_read(model: PreTrainedModel, batch: int, prefix: int) -> int:
-    """Return the bytes that a round must read: all weights but embeddings, and keys and values."""
-    config, weights = model.config, list(model.parameters())
-    cache = batch * prefix * config.layer_types.count("full_attention") * 2
-    cache *= config.num_key_value_heads * config.head_dim * weights[0].element_size()
-    return sum(weight.nbytes for weight in weights) - model.get_input_embeddings().weight.nbytes + cache
 
 
 def logit_errors(model: PreTrainedModel, target: CompiledTarget, batch: int, nodes: int) -> tuple[float, float, float]:
@@ -161,41 +124,76 @@ def launches(graph: torch.cuda.CUDAGraph) -> int:
     return sum(event.count for event in profile.key_averages())
 
 
-def measure(model: PreTrainedModel, target: CompiledTarget, policy: str, bandwidth: float, size: Size) -> Row:
-    """Time the rounds of a batch, a number of nodes and a prefix."""
-    batch, nodes, prefix = size
-    device = model.device.type
-    eager_error, error, seconds = logit_errors(model, target, batch, nodes)
-    if not error <= 2 * eager_error + 1e-6:
-        sys.exit(f"logits of {size} are off by {error:.1e}, those of the eager engine by {eager_error:.1e}")
-    session = CompiledSession(target)
-    prompt = torch.randint(0, 100, (batch, min(prefix, _PROMPT)), device=device)
-    session.prefill(prompt, torch.ones_like(prompt))
-    tokens = torch.randint(0, 100, (batch, nodes), device=device)
-    forward, tree = session.prepare(tokens, tree_of(nodes, batch, device), columns=prefix + 2 * _REPEATS * _CALLS)
-    session.stores.lengthen(prefix - prompt.shape[1])
-    limits = torch.full((batch,), 1000, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    for _ in range(3):  # compiles, captures, replays
-        forward.round(*tree, *limits)
-    graph = forward.round_graph
-    round_ms = median_ms((lambda: forward.round(*tree, *limits)) if graph is None else graph.replay, device)
-    num_launches = None if graph is None else launches(graph)
-    session.close()
-    return Row(
-        model=f"qwen3_5 {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B",
-        mode="compiled" if nodes > 1 else "plain",
-        policy=policy,
-        batch=batch,
-        nodes=nodes,
-        prefix=prefix,
-        round_ms=round_ms,
-        floor_ms=bytes_read(model, batch, prefix) / bandwidth / 1e3,
-        tokens_per_s=batch / round_ms * 1e3,
-        first_call_s=seconds,
-        launches=num_launches,
-        eager_logit_error=eager_error,
-        logit_error=error,
-    )
+class Subject:
+    """A model to be measured, and what is compiled of it.
+
+    Args:
+        kind: "dense" or "moe".
+        device: Where it lies.
+        inner: What compiles.
+        policy: Commit policy.
+    """
+
+    def __init__(self, kind: str, device: str, inner: str, policy: str) -> None:
+        self.kind, self.device, self._inner, self._policy = kind, device, inner, policy
+        self.model = random_model(kind, device)
+        self._checked = self.model if kind == "dense" else random_model(kind, device, num_layers=_SHALLOW)
+        self._targets: dict[tuple[int, bool], CompiledTarget] = {}
+
+    def measure(self, bandwidth: float, size: Size) -> Row:
+        """Time the rounds of a batch, a number of nodes and a prefix."""
+        batch, nodes, prefix = size
+        model, device = self.model, self.device
+        checked, target = (self._target(which, nodes) for which in (self._checked, model))
+        eager_error, error, seconds = logit_errors(self._checked, checked, batch, nodes)
+        if not error <= 2 * eager_error + 1e-6:
+            sys.exit(f"logits of {size} are off by {error:.1e}, those of the eager engine by {eager_error:.1e}")
+        session = CompiledSession(target)
+        prompt = torch.randint(0, 100, (batch, min(prefix, _PROMPT)), device=device)
+        session.prefill(prompt, torch.ones_like(prompt))
+        tokens, parents = torch.randint(0, 100, (batch, nodes), device=device), tree_of(nodes, batch, device)
+        start = time.perf_counter()
+        forward, tree = session.prepare(tokens, parents, columns=prefix + 2 * _REPEATS * _CALLS)
+        session.stores.lengthen(prefix - prompt.shape[1])
+        limits = torch.full((batch,), 1000, device=device), torch.empty(0, dtype=torch.int64, device=device)
+        for _ in range(3):  # compiles, captures, replays
+            forward.round(*tree, *limits)
+        if self._checked is not model:
+            seconds = time.perf_counter() - start
+        graph = forward.round_graph
+        round_ms = median_ms((lambda: forward.round(*tree, *limits)) if graph is None else graph.replay, device)
+        num_launches = None if graph is None else launches(graph)
+        session.close()
+        num_experts = self._experts(prompt, tokens, parents)
+        return Row(
+            model=f"{model.config.model_type} {sum(p.numel() for p in model.parameters()) / 1e9:.2f}B",
+            mode="compiled" if nodes > 1 else "plain",
+            policy=self._policy,
+            batch=batch,
+            nodes=nodes,
+            prefix=prefix,
+            round_ms=round_ms,
+            floor_ms=bytes_read(model, batch, prefix, num_experts) / bandwidth / 1e3,
+            tokens_per_s=batch / round_ms * 1e3,
+            first_call_s=seconds,
+            experts=num_experts,
+            launches=num_launches,
+            eager_logit_error=eager_error,
+            logit_error=error,
+        )
+
+    def _target(self, model: PreTrainedModel, nodes: int) -> CompiledTarget:
+        key = id(model), nodes == 1
+        if key not in self._targets:
+            self._targets[key] = CompiledTarget(model, self._inner, self._policy)
+        return self._targets[key]
+
+    def _experts(self, prompt: Tensor, tokens: Tensor, parents: Tensor) -> int:
+        session = Session(self.model)
+        session.prefill(prompt, torch.ones_like(prompt))
+        number = count_experts(self.model, lambda: session.extend(tokens, parents))
+        session.close()
+        return number
 
 
 def main() -> None:
@@ -204,20 +202,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", help="of the checkout, where git cannot tell")
     parser.add_argument("--policy", default="deferred", choices=["deferred", "fused"])
-    parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), nargs="*", choices=list(GOALS))
-    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--models", nargs="*", default=list(GOALS), choices=list(GOALS))
+    parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), nargs="*")
+    parser.add_argument("--quick", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()
-    device = "cpu" if arguments.quick else "cuda"
-    model = random_model(_QUICK if arguments.quick else _SHAPE, device)
+    device, inner = ("cpu", "aot_eager") if arguments.quick else ("cuda", "inductor")
     bandwidth = copy_bandwidth(device)
-    target = CompiledTarget(model, "aot_eager" if arguments.quick else "inductor", arguments.policy)
-    with torch.no_grad():
-        rows = []
-        for size in arguments.sizes or GOALS:
-            rows.append(row := measure(model, target, arguments.policy, bandwidth, size))
+    rows = []
+    for kind in arguments.models:
+        subject = Subject(kind, device, inner, arguments.policy)
+        for size, goal in GOALS[kind].items():
+            if arguments.sizes and size not in arguments.sizes:
+                continue
+            with torch.no_grad():
+                rows.append(row := subject.measure(bandwidth, size))
             print(
-                f"batch {row.batch}, {row.nodes} nodes, prefix {row.prefix}: {row.round_ms:.2f} ms, "
-                f"{row.round_ms / row.floor_ms:.2f} x floor (goal {GOALS[size]}), {row.launches} kernels, "
+                f"{row.model}, batch {row.batch}, {row.nodes} nodes, prefix {row.prefix}: {row.round_ms:.2f} ms, "
+                f"{row.round_ms / row.floor_ms:.2f} x floor (goal {goal}), {row.launches} kernels, "
                 f"compiled in {row.first_call_s:.0f} s, logits off by {row.logit_error:.1e}",
                 flush=True,
             )
