@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from traceback import FrameSummary
 from types import FunctionType
 from typing import Any
 
@@ -179,9 +180,10 @@ class CompiledForward:
                 raise failed.inner_exception from failed
             raise
         except TorchDynamoException as failed:
+            where = "".join(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in _innermost(failed))
             raise ValueError(
-                f"torch.compile cannot trace this model ({str(failed).strip().splitlines()[0]}); compile it with "
-                "backend='eager', or load it with experts and kernels that can be traced"
+                f"torch.compile cannot trace this model{where} ({str(failed).strip().splitlines()[0]}); compile it "
+                "with backend='eager', or load it with experts and kernels that can be traced"
             ) from failed
         return logits, self._backend.handed_out
 
@@ -234,6 +236,11 @@ class Captured:
 
 def _accept(logits: Tensor, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor) -> Emission:
     return cut(token_ids, parents, *greedy_paths(logits, token_ids, parents), room, eos)
+
+
+def _innermost(failed: TorchDynamoException) -> list[FrameSummary]:
+    """Return the line of the traced program where Dynamo stopped, if it says so."""
+    return list(getattr(failed, "real_stack", None) or [])[-1:]
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
