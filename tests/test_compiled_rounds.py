@@ -23,10 +23,12 @@ from models import COMPILED_FAMILIES, FAMILIES, fresh_model, greedy, left_padded
 from scripted_stores import MIXED, StoresFollow, play_script
 from test_generate_equality import speculative
 from tolerances import STORES_FLOAT32, relative_error
+from treewy import _static_stores
 from treewy._compiled_session import RING_ROWS, CompiledSession, CompiledTarget, Place
 from treewy._rounds import Rounds
 from treewy._session import Session
-from treewy.testing import check_equivalence
+from treewy.testing import EquivalenceError, check_equivalence
+from treewy.testing._report import ATTENTION_STORES, GDN_STORES
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
 
@@ -150,10 +152,21 @@ def test_pads_behind_the_first_token_are_refused_and_the_model_stays_usable() ->
     assert graphs() == compiled_once  # what was compiled is still there
 
 
-def test_what_cannot_be_watched_is_not_checked() -> None:
+def test_a_check_watches_compiled_rounds() -> None:
     model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
-    with pytest.raises(ValueError, match=r"backend='aot_eager', whose rounds cannot be watched.*backend='eager'"):
-        check_equivalence(model)
+    kept = model.generate
+    report = check_equivalence(model, max_new_tokens=6)
+    seen = {(line.check, line.subject): line.compared for line in report.comparisons}
+    for check, policy in (("stores", ""), ("commit policies", "fused: ")):
+        assert all(seen[check, policy + store] > 10 for store in (*GDN_STORES, *ATTENTION_STORES))
+    assert model.generate is kept
+
+
+def test_a_check_finds_what_a_compiled_round_leaves_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
+    monkeypatch.setattr(_static_stores, "tree_conv_commit_", lambda *args: None)
+    with pytest.raises(EquivalenceError, match=rf"after round \d, layer 0, {GDN_STORES[1]}"):
+        check_equivalence(model, max_new_tokens=4)
 
 
 def compiled_text(model: PreTrainedModel, prompt: Tensor, **more: Any) -> list[list[int]]:
@@ -252,7 +265,7 @@ def test_a_restored_model_holds_no_stores() -> None:
     model = fresh_model("qwen3_next")
     treewy.compile(model, backend="aot_eager")
     compiled_text(model, random_tokens(1, 6, seed=1))
-    (place,) = model.generate._target._free
+    (place,) = model.generate.target._free
     stores = weakref.ref(place.stores)
     del place
     treewy.restore(model)

@@ -12,6 +12,7 @@ from knowing_drafter import KnowingDrafter
 from models import COMPILED_FAMILIES, VOCAB_SIZE, fresh_model, left_padded
 from treewy import _compiled_forward
 from treewy._compiled_session import CompiledSession, CompiledTarget
+from treewy.testing import check_equivalence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_is_kept")]
 
@@ -90,3 +91,8 @@ def test_a_greedy_round_is_one_launch() -> None:
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["cudaGraphLaunch"] == 1
     assert calls.get("cudaLaunchKernel", 0) == 0
+
+
+def test_a_check_of_captured_rounds_passes() -> None:
+    model = treewy.compile(fresh_model("qwen3_5").cuda(), backend="inductor")
+    assert check_equivalence(model, max_new_tokens=8).passed

@@ -47,7 +47,7 @@ def test_a_compilation_shows_its_steps_and_clears_them(
 ) -> None:
     terminal = terminal_of(monkeypatch)
     model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
-    model.generate._target = CompiledTarget(model, "eager", "deferred")
+    model.generate.target = CompiledTarget(model, "eager", "deferred")
     streams = sys.stdout, sys.stderr
     model.generate(random_tokens(1, 6, seed=1), prompt_lookup_num_tokens=3, max_new_tokens=4, do_sample=False)
     shown = terminal.getvalue()

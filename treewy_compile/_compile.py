@@ -8,9 +8,9 @@ from typing import Any, TypeVar, overload
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from treewy._compiled_session import RING_ROWS, refuse_uncompilable
+from treewy._compiled_session import refuse_uncompilable
 from treewy._draft_tree import DraftTree, parents_of_shape
-from treewy._generate import COMMIT_POLICIES, CompiledGenerate, CompileOptions
+from treewy._generate import CompiledGenerate, CompileOptions, commit_policies
 from treewy._session import Session
 from treewy.passes import find_gdn_layers
 
@@ -132,7 +132,7 @@ def _check_options(
 ) -> CompileOptions:
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not available; choose one of {', '.join(BACKENDS)}")
-    policies = tuple(COMMIT_POLICIES if backend == "eager" else RING_ROWS)
+    policies = commit_policies(backend)
     commit = policies[0] if commit is None else commit
     if commit not in policies:
         raise ValueError(

@@ -108,6 +108,8 @@ class CompiledForward:
             self._accept = compiled(_accept, "compiling the acceptance of", plain)
             self._commit = compiled(StaticStores.commit, "compiling the commit of", plain)
         self._handed_out: HandedOut = {}
+        self.logits: Tensor | None = None
+        """Of the nodes that were verified last [B, N, V]; the next call overwrites them."""
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
@@ -138,6 +140,7 @@ class CompiledForward:
         self._parents.copy_(parents)
         logits: Tensor
         logits, self._handed_out = self._verified()
+        self.logits = logits
         return logits
 
     def commit(self, accepted_node: Tensor) -> None:
@@ -161,7 +164,8 @@ class CompiledForward:
         places = self._token_ids, self._parents, self._room, self._eos
         for place, value in zip(places, (token_ids, parents, room, eos), strict=True):
             place.copy_(value)
-        emission: Emission = self._rounds()
+        emission: Emission
+        emission, self.logits = self._rounds()
         return emission
 
     @property
@@ -190,11 +194,11 @@ class CompiledForward:
     def _commit_accepted(self) -> None:
         self._commit(self._stores, self._handed_out, self._parents, self._accepted_node)
 
-    def _round(self) -> Emission:
+    def _round(self) -> tuple[Emission, Tensor]:
         logits, handed_out = self._verify()
         emission = self._accept(logits, self._token_ids, self._parents, self._room, self._eos)
         self._commit(self._stores, handed_out, self._parents, emission.node)
-        return emission
+        return emission, logits
 
 
 class Captured:

@@ -128,6 +128,10 @@ class CompiledTarget:
         """Copy as a target of the copied model, for which nothing is compiled yet."""
         return CompiledTarget, (self.model, self.inner, self.commit)
 
+    def open(self, max_cache_len: int | None) -> "CompiledSession":
+        """Begin a generation."""
+        return CompiledSession(self, max_cache_len)
+
     def take(self, session: Session, num_nodes: int) -> Place:
         """Return a place for the rows of a session and so many nodes."""
         with self._lock:
@@ -192,9 +196,9 @@ class CompiledSession(Session):
         if limits is None:
             emission, _ = super().round(token_ids, parents, decoding, texts, draft)
         else:
-            forward, nodes = self.prepare(token_ids, parents)
+            self._forward, nodes = self.prepare(token_ids, parents)
             room, eos = (limit.to(token_ids.device) for limit in limits)
-            emission = forward.round(*nodes, room, eos).cloned()
+            emission = self._forward.round(*nodes, room, eos).cloned()
             self._follow()
         return emission, self.stores.num_bytes
 

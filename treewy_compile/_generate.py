@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from treewy._arguments import check_generator, prepare_for_drafting, refuse_unsupported, take_drafter
-from treewy._compiled_session import CompiledSession, CompiledSize, CompiledTarget
+from treewy._compiled_session import RING_ROWS, CompiledSize, CompiledTarget
 from treewy._decoding import Decoding
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter, DraftingContext
@@ -32,6 +32,11 @@ COMMIT_POLICIES: dict[str, Callable[[], Nodes]] = {
 }
 
 _OUR_ARGUMENTS = ("draft_tree", "drafter", "generator")
+
+
+def commit_policies(backend: str) -> tuple[str, ...]:
+    """Return the commit policies of a backend, the default first."""
+    return tuple(COMMIT_POLICIES if backend == "eager" else RING_ROWS)
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,14 @@ class CompiledGenerate:
         self.options = options
         self.replaced = vars(model).get("generate")  # one that was set on this model, rather than its class
         self.original = model.generate
-        self._target: CompiledTarget | None = None
+        self.target: CompiledTarget | None = None
         if options.backend != "eager":
-            self._target = CompiledTarget(model, options.backend, options.commit)
+            self.target = CompiledTarget(model, options.backend, options.commit)
         self.__doc__ = model.generate.__doc__
 
     def compiled_sizes(self) -> list[CompiledSize]:
         """List what is compiled of the model and not in use now."""
-        return [] if self._target is None else self._target.sizes()
+        return [] if self.target is None else self.target.sizes()
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -154,10 +159,10 @@ class CompiledGenerate:
             decoding = SampledDecoding(logits_processor, stopping_criteria, batch, generator)
         else:
             decoding = GreedyDecoding(logits_processor, stopping_criteria, batch)
-        if self._target is None:
+        if self.target is None:
             session = Session(model, COMMIT_POLICIES[options.commit], options.max_cache_len)
         else:
-            session = CompiledSession(self._target, options.max_cache_len)
+            session = self.target.open(options.max_cache_len)
 
         try:
             model_kwargs[session.cache_keyword] = session.cache

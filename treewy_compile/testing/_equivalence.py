@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from treewy._arguments import assistant_drafter
 from treewy._compile import compile
-from treewy._generate import COMMIT_POLICIES, CompiledGenerate
+from treewy._generate import CompiledGenerate, commit_policies
 from treewy.testing._borrow import borrowed, evaluated
 from treewy.testing._bounds import Noise
 from treewy.testing._observe import NodeError, ObservedDrafter, StoreError
@@ -47,10 +47,10 @@ def check_equivalence(
     assistant is compared with that of plain ``generate``, for one row and for a batch with pads. After every round the
     GDN states, convolution windows and attention entries are compared with those of the plain model after the same
     tokens, and the logits of every draft node with a plain forward over its own path. All of this for each commit
-    policy. Bounds follow from how far the plain model token by token and in one forward lie apart.
+    policy of the backend. Bounds follow from how far the plain model token by token and in one forward lie apart.
 
-    The model may be compiled or not; afterwards it is as it was. It decodes greedily in evaluation mode with a plain
-    generation config, whatever its own says.
+    The model may be compiled or not, with any backend; afterwards it is as it was. It decodes greedily in evaluation
+    mode with a plain generation config, whatever its own says.
 
     Args:
         model: A model that ``treewy.compile`` accepts, on any one device and of any dtype.
@@ -67,7 +67,7 @@ def check_equivalence(
         EquivalenceError: An ``AssertionError`` whose message names check, row, round, layer, store, error and bound of
             the first difference of each kind; ``.report`` has everything.
         ValueError: If ``treewy.compile`` refuses the model, the assistant cannot draft for it, an argument is
-            wrong, or the model is compiled with another backend than "eager".
+            wrong.
         TypeError: If ``model`` is not a transformers model.
 
     Example:
@@ -101,7 +101,7 @@ def check_equivalence(
         run = _Run(model, options, rows, max_new_tokens, _scripts(rng))
         run.watch_scripts(options["commit"])
         run.compare_drafters(assistant_model)
-        for policy in COMMIT_POLICIES:
+        for policy in commit_policies(options["backend"]):
             if policy != options["commit"]:
                 run.watch_scripts(policy)
         report = run.report()
@@ -115,14 +115,8 @@ def _options(model: PreTrainedModel) -> dict[str, Any]:
     """Return the options with which a model is compiled, or would be by default."""
     generate = vars(model).get("generate")
     if isinstance(generate, CompiledGenerate):
-        options = dict(vars(generate.options))
-        if options["backend"] != "eager":
-            raise ValueError(
-                f"the model is compiled with backend={options['backend']!r}, whose rounds cannot be watched; compile "
-                "it with backend='eager' to check it, then compare the tokens of the two backends"
-            )
-        return options
-    return {"commit": next(iter(COMMIT_POLICIES))}  # the default
+        return dict(vars(generate.options))
+    return {"backend": "eager", "commit": commit_policies("eager")[0]}  # the defaults
 
 
 def _scripts(rng: random.Random) -> dict[str, list[Proposal]]:
@@ -189,8 +183,7 @@ class _Run:
         self._watched[policy] = _Watched(observer, drafter, parted)
 
     def compare_drafters(self, assistant: PreTrainedModel | None) -> None:
-        """Compare the tokens that other drafters give, and those of a single row."""
-        compile(self._model, **self._options)
+        """Compare the tokens that other drafters give, and those of a single row, with the model's own policy."""
         script = [proposal for script in self._scripts for proposal in script]
         knowing = ScriptedDrafter(self._plain_single.tolist(), [script])
         self._compare_single("scripts", drafter=knowing)
@@ -208,6 +201,8 @@ class _Run:
         for policy in others:
             lines += self._lines_of(policy)
         what = f"{type(self._model).__name__}, {str(self._model.dtype).removeprefix('torch.')}, {self._model.device}"
+        if self._options["backend"] != "eager":
+            what += f", backend {self._options['backend']!r}"
         return EquivalenceReport(what, tuple(lines), ties)
 
     def _compare(self, who: str, **arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """Watch a generation from outside: after every round, the stores and the logits against the plain model."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from treewy._cache import TreeCache
+from treewy._compiled_session import CompiledSession, CompiledTarget
+from treewy._decoding import Emission
 from treewy._draft_tree import DraftTree
 from treewy._drafters import Drafter, DraftingContext
 from treewy.testing._bounds import Noise, relative_error
@@ -72,11 +74,28 @@ class ObservedDrafter(Drafter):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Let the model show its cache and logits while the context is open."""
+        generate = vars(self._model)["generate"]
+        if generate.target is None:
+            with self._watching_forwards():
+                yield
+            return
+        target = generate.target
+        generate.target = watched = _WatchedTarget(target, self._see)
+        try:
+            yield
+        finally:
+            generate.target = target
+            watched.leave_to(target)
 
+    def _see(self, cache: TreeCache, logits: Tensor) -> None:
+        self._cache, self._logits = cache, logits
+
+    @contextmanager
+    def _watching_forwards(self) -> Iterator[None]:
         def look(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             cache = kwargs.get("cache", kwargs.get("past_key_values"))
             if isinstance(cache, TreeCache):  # a forward of the engine, not one of ours
-                self._cache, self._logits = cache, output.logits
+                self._see(cache, output.logits)
 
         hook = self._model.register_forward_hook(look, with_kwargs=True)
         try:
@@ -176,6 +195,40 @@ class ObservedDrafter(Drafter):
             leaf = next(i for i, leaf in enumerate(leaves) if paths[leaf][:depth] == paths[node])
             error = _finite(relative_error(self._logits[row, node], plain[leaf, depth]))
             self.node_errors.append(NodeError(row, self._round, node, depth, error))
+
+
+class _WatchedTarget(CompiledTarget):
+    """What is compiled of a model, showing what each round leaves: hooks would be compiled too.
+
+    Args:
+        target: What is compiled otherwise.
+        see: Called with the stores of a generation and the logits of the nodes of its last round [B, N, V].
+    """
+
+    def __init__(self, target: CompiledTarget, see: Callable[[TreeCache, Tensor], None]) -> None:
+        super().__init__(target.model, target.inner, target.commit)
+        self.see = see
+
+    def leave_to(self, target: CompiledTarget) -> None:
+        """Let another one go on with what is compiled."""
+        for place in self._free:
+            target.give_back(place)
+
+    def open(self, max_cache_len: int | None) -> CompiledSession:
+        session = _WatchedSession(self, max_cache_len)
+        self.see(session.cache, torch.empty(0))
+        return session
+
+
+class _WatchedSession(CompiledSession):
+    _target: _WatchedTarget
+
+    def round(self, token_ids: Tensor, *args: Any) -> tuple[Emission, int]:
+        emission = super().round(token_ids, *args)
+        assert self._forward.logits is not None
+        self.stores.unload(self.cache)
+        self._target.see(self.cache, self._forward.logits[:, : token_ids.shape[1]])
+        return emission
 
 
 def _differences(ours: Stores, expected: Stores) -> Iterator[tuple[int, str, float]]:
