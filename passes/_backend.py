@@ -14,7 +14,7 @@ from treewy.passes._anchors import AttentionLayerInfo, GdnLayerInfo
 from treewy.passes._attention_pass import attend_to_ancestors
 from treewy.passes._convolution_pass import convolve_over_ancestors
 from treewy.passes._delta_rule_pass import solve_instead_of_delta_rule
-from treewy.passes._graph import TreeGraph, copy_of
+from treewy.passes._graph import TreeGraph, copy_of, refuse_waiting
 from treewy.passes._narrow_linear_pass import sum_narrow_linears
 from treewy.passes._segments import compile_segments
 
@@ -84,6 +84,7 @@ class TreeBackend:
     def __call__(self, graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         """Rewrite and compile a graph; ``torch.compile`` calls this."""
         graph_module, example_inputs = copy_of(graph_module), list(example_inputs)
+        refuse_waiting(graph_module.graph)
         tree = TreeGraph(graph_module.graph, self._stores, example_inputs)
         for marker, layers, rewrite in self._passes:
             for layer, call in tree.calls(marker, layers):

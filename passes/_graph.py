@@ -4,11 +4,16 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from treewy.passes._anchors import LayerInfo
+
+_MODEL = "L['model']."  # Dynamo's name for what a forward of ours closes over
 
 
 class TreeGraph:
@@ -100,6 +105,19 @@ def copy_of(graph_module: GraphModule) -> GraphModule:
         ours._dynamo_source = theirs._dynamo_source
     copied._param_name_to_source = graph_module._param_name_to_source
     return copied
+
+
+def refuse_waiting(graph: Graph) -> None:
+    """Raise a ``ValueError`` if sizes or Python's numbers in a graph depend on values that are on the device."""
+    for node in graph.nodes:
+        examples = tree_leaves(node.meta.get("example_value"))
+        if any(free_unbacked_symbols(x) for x in examples if isinstance(x, Tensor | torch.SymInt | torch.SymFloat)):
+            paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            where = f" in {paths[-1].removeprefix(_MODEL)}" if paths else ""
+            raise ValueError(
+                f"{node.target}{where} reads values of a tensor into Python or sizes its result by them, so that a GPU "
+                "would wait for its host in every round and no CUDA graph could hold one; compile with backend='eager'"
+            )
 
 
 def _layer_of(node: Node, layers: Sequence[LayerInfo]) -> str:

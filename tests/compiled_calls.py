@@ -1,6 +1,6 @@
 """Speculation on a compiled model, for the tests of compile."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +27,15 @@ def speculate(model: PreTrainedModel, prompt: Tensor = PROMPT, max_new_tokens: i
 def stats_of(model: PreTrainedModel, **options: Any) -> treewy.SpeculationStats:
     stats: treewy.SpeculationStats = speculate(model, return_dict_in_generate=True, **options).speculation
     return stats
+
+
+def cuda_calls(function: Callable[[], object]) -> dict[str, int]:
+    """How often each function of CUDA is called meanwhile."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+        torch.cuda.synchronize()
+    return {event.key: event.count for event in profile.key_averages()}
 
 
 @pytest.fixture

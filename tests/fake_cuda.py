@@ -1,7 +1,7 @@
 """CUDA tensors that are not there: what lets code for a GPU be compiled, and looked at, on a machine without one.
 
-The private names of PyTorch and Triton that this takes are here, in `fake_inductor.py` and in `interpreted.py`. Checked
-with torch 2.11 (CUDA build) and 2.13 (CPU build), triton 3.6 and 3.9.
+The private names of PyTorch and Triton that this takes are here, in `fake_inductor.py`, `fake_round.py` and
+`interpreted.py`. Checked with torch 2.11 (CUDA build) and 2.13 (CPU build), triton 3.6 and 3.9.
 """
 
 import contextlib

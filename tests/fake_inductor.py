@@ -45,9 +45,18 @@ _H200 = types.SimpleNamespace(
     is_integrated=0,
 )
 
+SETTINGS = {
+    "fx_graph_cache": False,
+    "compile_threads": 1,
+    "joint_graph_constant_folding": False,
+    "shape_padding": False,
+}
+"""Of Inductor: nothing is remembered, and nothing is computed or measured while it compiles."""
+
 
 @contextlib.contextmanager
-def _h200() -> Iterator[None]:
+def h200() -> Iterator[None]:
+    """Let torch and Triton compile for an H200."""
     replacements = {
         (CudaInterface, "is_available"): True,
         (CudaInterface, "get_device_properties"): _H200,
@@ -84,10 +93,9 @@ def generated_code(function: Callable[..., Any], *args: Any, dynamic: bool = Fal
         raise _WrittenError
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    settings = {"fx_graph_cache": False, "compile_threads": 1, "joint_graph_constant_folding": False}
     fakes = fake_cuda(args, mode)
     torch._dynamo.reset()
-    with _h200(), mode, mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(settings):
+    with h200(), mode, mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(SETTINGS):
         try:
             torch.compile(function, fullgraph=True, dynamic=dynamic)(*fakes)
         except TorchDynamoException:  # Inductor's wrapping of _WrittenError, or of a failure before it

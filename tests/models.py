@@ -346,5 +346,5 @@ def assert_stores_equal_plain_run(
     for layer, stores in enumerate(zip(committed_stores(cache, row, num_pads), expected, strict=True)):
         for store, (ours, plain) in enumerate(zip(*stores, strict=True)):
             assert ours.shape == plain.shape
-            error = relative_error(ours, plain)
+            error = relative_error(ours.to(plain.device), plain)
             assert error <= STORES_FLOAT32, f"row {row}, layer {layer}, store {store}: {error:.1e}"

@@ -70,10 +70,16 @@ def play_script(
     max_new_tokens: int = 12,
     num_eos: int = 0,
     session: Session | None = None,
+    continuations: Sequence[list[int]] | None = None,
 ) -> ScriptedDrafter:
-    """Run rounds to the end and look at them after each; some tokens of the rows' texts may end a row."""
-    prompt, mask = left_padded(script.lengths, script.seed, max(script.lengths) + num_pads)
-    continuations = new_tokens(model, prompt, mask, max_new_tokens + 10)
+    """Run rounds to the end and look at them after each; some tokens of the rows' texts may end a row.
+
+    What the model says is taken from `continuations`, if they are given.
+    """
+    padded = left_padded(script.lengths, script.seed, max(script.lengths) + num_pads)
+    prompt, mask = (x.to(model.device) for x in padded)
+    if continuations is None:
+        continuations = new_tokens(model, prompt, mask, max_new_tokens + 10)
     eos = [row[2 * index + 2] for index, row in enumerate(continuations[:num_eos])] or None
     drafter = ScriptedDrafter(continuations, script.rows)
     options = {"eos": eos, "make_nodes": make_nodes, "session": session}

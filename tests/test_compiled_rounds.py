@@ -283,6 +283,26 @@ def test_experts_that_cannot_be_traced_are_refused_with_a_remedy() -> None:
     assert compiled_text(model, prompt) == plain_text(model, prompt)
 
 
+@pytest.mark.parametrize(
+    ("what", "waits"),
+    [
+        ("item", lambda x: x.sum().item()),
+        ("nonzero", lambda x: (x > 0).nonzero().sum()),
+        ("getitem", lambda x: x[x > 0].sum()),
+    ],
+)
+def test_what_waits_for_the_host_is_refused_by_name(what: str, waits: Callable[[Tensor], Any]) -> None:
+    model = fresh_model("qwen3_next")
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: output + 0 * waits(output))
+    prompt, right = random_tokens(1, 6, seed=1), plain_text(plain_model("qwen3_next"), random_tokens(1, 6, seed=1))
+    treewy.compile(model, backend="aot_eager")
+    with pytest.raises(ValueError, match=rf"{what}.* in model\.layers\.1\.mlp reads values.*backend='eager'"):
+        compiled_text(model, prompt)
+    assert compiled_text(treewy.compile(model), prompt) == right
+    hook.remove()
+    assert compiled_text(treewy.compile(model, backend="aot_eager"), prompt) == right
+
+
 def test_the_largest_tree_is_handed_over_whole() -> None:
     """Rows of ring and tree together are more than a kernel takes in one go."""
     model = fresh_model("qwen3_next")

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import treewy
+from compiled_calls import cuda_calls
 from knowing_drafter import KnowingDrafter
 from models import COMPILED_FAMILIES, VOCAB_SIZE, fresh_model, left_padded
 from treewy import _compiled_forward
@@ -84,11 +85,7 @@ def test_a_greedy_round_is_one_launch() -> None:
     limits = torch.tensor([50]).cuda(), torch.tensor([], dtype=torch.int64).cuda()
     for _ in range(3):
         forward.round(*nodes, *limits)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        forward.round(*nodes, *limits)
-        torch.cuda.synchronize()
-    calls = {event.key: event.count for event in profile.key_averages()}
+    calls = cuda_calls(lambda: forward.round(*nodes, *limits))
     assert calls["cudaGraphLaunch"] == 1
     assert calls.get("cudaLaunchKernel", 0) == 0
 

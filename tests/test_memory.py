@@ -196,7 +196,7 @@ def test_at_width_128_nodes_take_an_80th_of_their_states(key_heads: int, keys: s
     generator = torch.Generator().manual_seed(0)
     kept = {}
     for make_nodes in (WyNodes, SnapshotNodes):
-        layer = StateLayer(key_heads, make_nodes)
+        layer = StateLayer("", key_heads, make_nodes)
         parents = torch.tensor([TREES["tree"](size)])
         forward = TreeForward(parents, size, torch.tensor([3]), 3)
         forward.current = layer

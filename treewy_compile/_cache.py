@@ -37,6 +37,7 @@ class TreeForward:
         self.lengths = lengths
         self.columns_used = columns_used
         self.current: StateLayer | None = None  # set by the layer whose convolution comes next
+        self.new_state: Tensor | None = None  # what the layer was handed last in place of a new state
 
     @property
     def node_columns(self) -> Tensor:
@@ -74,14 +75,16 @@ class TreeForward:
         output = nodes.solve(
             initial_state, query[:, :, ::step], key[:, :, ::step], value, log_decay, beta, self.parents, qk_l2norm
         )
+        self.new_state = initial_state
         return output, initial_state
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """GDN state and convolution window of one layer, and the nodes on trial."""
 
-    def __init__(self, num_key_heads: int, make_nodes: Callable[[], Nodes]) -> None:
+    def __init__(self, name: str, num_key_heads: int, make_nodes: Callable[[], Nodes]) -> None:
         super().__init__()
+        self.name = name
         self.num_key_heads = num_key_heads
         self.nodes = make_nodes()
         self.forward: TreeForward | None = None
@@ -121,6 +124,11 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         if self.forward is None:
             written: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
             return written
+        if recurrent_states is not self.forward.new_state:
+            raise ValueError(
+                f"layer {self.name!r} keeps another state than its delta rule returned, the one way of keeping it that "
+                "treewy knows; generate without a drafter"
+            )
         return recurrent_states
 
     def commit(self, parents: Tensor, accepted_node: Tensor) -> None:
@@ -206,16 +214,16 @@ class TreeCache(Cache):  # type: ignore[misc]
     def __init__(
         self, config: PreTrainedConfig, gdn_layers: Sequence[GdnLayerInfo], make_nodes: Callable[[], Nodes]
     ) -> None:
-        key_heads = {layer.layer_idx: layer.num_key_heads for layer in gdn_layers}
+        known = {layer.layer_idx: layer for layer in gdn_layers}
         layers: list[StateLayer | KeyValueLayer] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
-            if index in key_heads and type(layer) is LinearAttentionLayer:
+            if index in known and type(layer) is LinearAttentionLayer:
                 if len(layer.conv_states) > 1:
                     raise ValueError(
                         f"layer {index} keeps {len(layer.conv_states)} convolution states, of which treewy knows one; "
                         "generate without a drafter"
                     )
-                layers.append(StateLayer(key_heads[index], make_nodes))
+                layers.append(StateLayer(known[index].name, known[index].num_key_heads, make_nodes))
             elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
                 layers.append(KeyValueLayer(layer.is_sliding))
             else:

@@ -6,12 +6,25 @@ _BACKEND = "tests/passes/test_backend.py::"
 _REWRITTEN = _BACKEND + "test_every_layer_is_rewritten_and_nothing_that_is_committed_is_written"
 _ROUNDS = "tests/test_compiled_rounds.py::"
 _STORES = _ROUNDS + "test_stores_equal_a_token_by_token_run_after_every_round[qwen3_next-deferred]"
+_MANY = "tests/test_many_compiled_rounds.py::test_hundreds_of_rounds_compile_nothing_and_keep_the_stores[aot_eager]"
+_MADE_UP = "tests/test_made_up_model.py::test_a_model_that_follows_the_pattern_gives_its_plain_text[aot_eager]"
+_CAPTURABLE = (
+    "tests/test_capturable_rounds.py::"
+    "test_a_round_of_each_family_is_graphs_that_a_capture_takes_and_what_it_would_not_take_is_seen"
+)
 _REFUSED = _BACKEND + "test_an_attention_that_a_tree_does_not_know_is_refused_by_name"
 
 _NARROW = "tests/passes/test_narrow_linears.py::"
 _SEGMENTS = "tests/passes/test_segments.py::"
 
 PASSES = [
+    Fault(
+        "what waits for the host goes into a graph",
+        "passes/_backend.py",
+        "        refuse_waiting(graph_module.graph)\n",
+        "",
+        (_ROUNDS + "test_what_waits_for_the_host_is_refused_by_name",),
+    ),
     Fault(
         "layers that differ in a number count as alike",
         "passes/_segments.py",
@@ -172,5 +185,40 @@ PASSES = [
         "accepted = torch.where(length > 0, size + length - 1, known - 1)",
         "accepted = known - 1",
         (_STORES,),
+    ),
+    Fault(
+        "a compiled convolution drops its bias",
+        "passes/_convolution_pass.py",
+        "        if bias is None:\n",
+        "        if True:\n",
+        (_MADE_UP,),
+    ),
+    Fault(
+        "attention layers are known by the name that Qwen gives them",
+        "passes/_anchors.py",
+        'if {_ATTENTION, "update"} <= names_called(type(module))',
+        'if name.endswith("self_attn")',
+        (_MADE_UP,),
+    ),
+    Fault(
+        "a commit counts its nodes on the CPU and moves them",
+        "treewy_compile/_static_stores.py",
+        "index = torch.arange(num_nodes, device=path.device)",
+        "index = torch.arange(num_nodes).to(path.device)",
+        (_CAPTURABLE,),
+    ),
+    Fault(
+        "room for keys and values is made for the nodes that were drafted, not for their padding",
+        "treewy_compile/_compiled_session.py",
+        "self.cache.columns_used) + forward.num_nodes)",
+        "self.cache.columns_used) + num_nodes)",
+        (_MANY,),
+    ),
+    Fault(
+        "a forward is compiled for the columns that there are",
+        "treewy_compile/_static_stores.py",
+        "                torch._dynamo.mark_dynamic(tensor, 2)\n",
+        "                pass\n",
+        (_MANY,),
     ),
 ]

@@ -205,4 +205,11 @@ STORES = [
         "self._next_position = self._next_position[index]",
         (_TREE_STORES + "test_reordered_rows_keep_their_positions_on_every_axis",),
     ),
+    Fault(
+        "what a layer makes of its new state is dropped unseen",
+        _CACHE,
+        "        if recurrent_states is not self.forward.new_state:\n",
+        "        if False:\n",
+        ("tests/test_made_up_model.py::test_a_layer_that_departs_from_the_pattern_is_refused_by_name",),
+    ),
 ]

@@ -1,35 +1,22 @@
 """`torch.compile` for CUDA, where there is none: what Inductor writes runs the kernels of the operators alone."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from own_process import results_of
 
 pytest.importorskip("triton", reason="kernels need the triton package")
 
 
-def _run(module: str) -> dict[str, dict[str, list[str]]]:
-    script = Path(__file__).parents[1] / "fake_inductor.py"
-    process = subprocess.run([sys.executable, script, module], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    results: dict[str, dict[str, list[str]]] = json.loads(process.stdout.splitlines()[-1])
-    if "skip" in results:
-        pytest.skip(str(results["skip"]))
-    return results
-
-
 def test_compiled_operators_run_their_kernels_and_nothing_else() -> None:
     """No call of an operator that stayed opaque, and no copy: a commit writes into the pool itself."""
-    for name, launched in _run("kernel_cases").items():
+    for name, launched in results_of("fake_inductor.py", "kernel_cases").items():
         assert launched["eager"], name
         assert launched["compiled"] == launched["compiled for any size"] == launched["eager"], name
 
 
 def test_copies_and_opaque_operators_would_be_seen() -> None:
     kernel = ["scale_by_sum_kernel"]
-    results = _run("toy_ops")
+    results = results_of("fake_inductor.py", "toy_ops")
     for mode in ("compiled", "compiled for any size"):
         launched = {name: result[mode] for name, result in results.items()}
         assert launched["functional"] == launched["in place"] == kernel

@@ -1,0 +1,31 @@
+"""Rounds on CUDA, where there is none: a CUDA graph could hold all that runs in them."""
+
+import pytest
+
+from models import COMPILED_FAMILIES
+from own_process import results_of
+
+pytest.importorskip("triton", reason="kernels need the triton package")
+
+GRAPHS = 5
+"""Of a round of two layers: each layer with what comes before it, the head, what is accepted, and the commit."""
+
+SEEN_IN_THE_CONTROL = {
+    "unsafe: aten._local_scalar_dense.default",  # .item()
+    "unsafe: aten.nonzero.default",
+    "unsafe: aten.index_put.default",  # with a mask
+    "not on the GPU: aten.full.default",
+    "not on the GPU: prims.device_put.default",
+    "left out by Inductor: DeviceCopy ops",
+    "left out by Inductor: cpu ops",
+    "left out by Inductor: unbacked binding ops",
+    "beside the graphs: aten.add.Tensor",
+}
+
+
+def test_a_round_of_each_family_is_graphs_that_a_capture_takes_and_what_it_would_not_take_is_seen() -> None:
+    """Nothing waits for the host, has a shape that depends on numbers, is on the CPU, or runs beside the graphs."""
+    results = results_of("fake_round.py")
+    control = results.pop("what no capture allows")
+    assert results == {family: {"graphs": GRAPHS, "obstacles": []} for family in COMPILED_FAMILIES}
+    assert set(control["obstacles"]) >= SEEN_IN_THE_CONTROL
