@@ -41,6 +41,7 @@ def attend_to_ancestors(tree: TreeGraph, layer: AttentionLayerInfo, call: Node) 
     with graph.inserting_before(call):
         token_major = [graph.call_method("transpose", (x, 1, 2)) for x in nodes]
         attended = graph.call_function(torch.ops.treewy.tree_attention.default, (*token_major, *prefix_and_tree))
+    attended.meta = call.meta.copy()
     call.replace_all_uses_with(attended)
     graph.erase_node(call)
     tree.handed_out[layer.name, "key"], tree.handed_out[layer.name, "value"] = nodes[1:]

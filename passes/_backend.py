@@ -100,9 +100,9 @@ class TreeBackend:
         # Nothing is eliminated as dead: to a graph writes in place look like that.
         tree.graph.lint()
         graph_module.recompile()
-        targets = (node.target for node in tree.graph.nodes if isinstance(node.target, OpOverload))
-        self.operators = Counter(op._opname for op in targets if op.namespace == "treewy")
+        targets = [node.target for node in tree.graph.nodes if isinstance(node.target, OpOverload)]
         compiled = _compile(self._inner, graph_module, self._layer_names)
+        self.operators = Counter(op._opname for op in targets if op.namespace == "treewy")
         names = tuple(tree.handed_out)
         taken = tree.taken
 

@@ -46,6 +46,7 @@ def convolve_over_ancestors(tree: TreeGraph, layer: GdnLayerInfo, call: Node) ->
             torch.ops.treewy.tree_conv.default, (token_major, window, weight, bias, parents, activation or "")
         )
         channel_major = graph.call_method("transpose", (convolved, 1, 2))
+    channel_major.meta = call.meta.copy()
     call.replace_all_uses_with(channel_major)
     graph.erase_node(call)
     graph.erase_node(both)

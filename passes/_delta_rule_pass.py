@@ -56,6 +56,7 @@ def solve_instead_of_delta_rule(tree: TreeGraph, layer: GdnLayerInfo, call: Node
             ),
         )
         output, known_after = (graph.call_function(operator.getitem, (verified, i)) for i in range(2))
+    output.meta = results[0].meta.copy()
     results[0].replace_all_uses_with(output)
     for node in (*results.values(), call, *repeated):
         if not node.users:

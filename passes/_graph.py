@@ -52,7 +52,6 @@ class TreeGraph:
             with self.graph.inserting_after(last):
                 node = self.graph.placeholder(f"treewy_{len(self._taken)}_{what}")
             node.meta["example_value"] = example
-            node._dynamo_source = None  # AOTAutograd asks every input where Dynamo found it
             self._example_inputs.append(example)
             self._taken[name] = node
         return self._taken[name]
@@ -97,25 +96,28 @@ class TreeGraph:
 
 
 def copy_of(graph_module: GraphModule) -> GraphModule:
-    """Copy what Dynamo traced, with what other backends ask of it: it counts the inputs of its own graph afterwards."""
+    """Copy what Dynamo traced: it counts the inputs of its own graph afterwards."""
     copied = copy.copy(graph_module)
     copied.graph = copy.deepcopy(graph_module.graph)
-    pairs = (module.graph.find_nodes(op="placeholder") for module in (graph_module, copied))
-    for theirs, ours in zip(*pairs, strict=True):
-        ours._dynamo_source = theirs._dynamo_source
-    copied._param_name_to_source = graph_module._param_name_to_source
     return copied
 
 
 def refuse_waiting(graph: Graph) -> None:
-    """Raise a ``ValueError`` if sizes or Python's numbers in a graph depend on values that are on the device."""
+    """Raise a ``ValueError`` if values on the device are copied to the host, or sizes of tensors depend on them."""
+    device = None  # of the first input
     for node in graph.nodes:
         examples = tree_leaves(node.meta.get("example_value"))
-        if any(free_unbacked_symbols(x) for x in examples if isinstance(x, Tensor | torch.SymInt | torch.SymFloat)):
+        tensors = [x for x in examples if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors and device is None else device
+        unknown = any(
+            free_unbacked_symbols(x) for x in examples if isinstance(x, Tensor | torch.SymInt | torch.SymFloat)
+        )
+        copied = node.op == "call_method" and any(x.device != device for x in tensors)
+        if unknown or copied:
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
             where = f" in {paths[-1].removeprefix(_MODEL)}" if paths else ""
             raise ValueError(
-                f"{node.target}{where} reads values of a tensor into Python or sizes its result by them, so that a GPU "
+                f"{node.target}{where} copies values of a tensor to the host or sizes a result by them, so that a GPU "
                 "would wait for its host in every round and no CUDA graph could hold one; compile with backend='eager'"
             )
 

@@ -12,6 +12,7 @@ libraries fuse neither two of them nor the sigmoid behind. As sums they are one 
 import torch
 from torch import Tensor
 from torch.fx import Graph
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MOST_OUTPUTS = 64
 _MOST_SUMS = 16384  # rows times outputs; from there on tensor cores are faster
@@ -24,7 +25,8 @@ def sum_narrow_linears(graph: Graph) -> None:
         graph: Rewritten in place.
     """
     for call in graph.find_nodes(op="call_function", target=torch._C._nn.linear):
-        x, weight, bias = (*call.args, None)[:3]
+        given = dict(zip(("input", "weight", "bias"), call.args, strict=False)) | call.kwargs
+        x, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
         if not _is_narrow(*(node.meta["example_value"] for node in (x, weight, call))):
             continue
         with graph.inserting_before(call):
@@ -40,5 +42,6 @@ def sum_narrow_linears(graph: Graph) -> None:
 
 
 def _is_narrow(x: Tensor, weight: Tensor, result: Tensor) -> bool:
-    few = weight.shape[0] <= _MOST_OUTPUTS and result.numel() <= _MOST_SUMS
-    return few and x.dtype == weight.dtype == result.dtype  # they differ under autocast
+    plain = weight.ndim == 2 and x.dtype.itemsize <= 4 and not is_traceable_wrapper_subclass(weight)
+    same = x.dtype == weight.dtype == result.dtype  # they differ under autocast
+    return plain and same and weight.shape[0] <= _MOST_OUTPUTS and result.numel() <= _MOST_SUMS

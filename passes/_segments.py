@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx.passes.split_module import split_module
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +89,17 @@ def _segments(graph: Graph, layer_names: Sequence[str]) -> dict[Node, int]:
 def _structure(segment: GraphModule) -> str:
     """Describe all that a compiler looks at, in the same words for segments that it would compile alike."""
     numbers: dict[Node, int] = {}
+    storages: dict[StorageWeakRef, int] = {}
     lines = []
     for node in segment.graph.nodes:
         place: Any = node.target
         if node.op == "placeholder":
-            place = _describe(node.meta["example_value"])
+            example = node.meta["example_value"]
+            place = _describe(example)
+            if isinstance(example, Tensor) and not is_traceable_wrapper_subclass(example):
+                # Which inputs share memory, by what compares equal for one storage.
+                storage = StorageWeakRef(example.untyped_storage())  # type: ignore[no-untyped-call]
+                place = *place, storages.setdefault(storage, len(storages))
         elif node.op == "get_attr":
             place = id(getattr(segment, node.target))  # a constant of its own
         elif node.op == "call_function":
@@ -104,10 +112,12 @@ def _structure(segment: GraphModule) -> str:
 
 
 def _describe(example: Any) -> Any:
-    if isinstance(example, torch.SymInt):  # its value too: a guard on one symbol then holds for all that are alike
+    if isinstance(example, torch.SymInt):  # its value too: what is assumed of one symbol is then true of all
         return example, example.node.hint
     if not isinstance(example, Tensor):
         return type(example), example
+    if is_traceable_wrapper_subclass(example):  # which may keep anything beside its tensors
+        return type(example), id(example)
     aligned = example.storage_offset() * example.element_size() % 16 == 0
     shape = [_describe(size) for size in (*example.shape, *example.stride())]
     return shape, aligned, example.dtype, example.device, example.requires_grad, type(example)

@@ -25,7 +25,7 @@ GDN, ATTENTION = ("tree_conv", "tree_wy_verify_"), ("tree_attention",)
 def compiled_quickly() -> PreTrainedModel:
     """A compiled model whose rewritten graphs run as they are."""
     model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager", commit="fused")
-    model.generate._target = CompiledTarget(model, "eager", "fused")
+    model.generate.target = CompiledTarget(model, "eager", "fused")
     return model
 
 
@@ -82,6 +82,12 @@ def test_a_table_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3 model.layers.3.self_attn attention takes the tree as a mask tree_attention" in lines
     assert lines[-1] == "2 16 no 2 tree_conv, 2 tree_wy_verify_, 2 tree_attention"
     assert f"redirected: while nodes are computed, {', '.join(GdnLayerInfo.anchors)}" in lines
+
+
+def test_a_notebook_gets_the_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rich would show a table itself, and write nothing."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "Gated DeltaNet" in str(treewy.explain(plain_model("qwen3_next")))
 
 
 def test_a_model_that_compiled_backends_refuse_is_explained_with_their_reason() -> None:

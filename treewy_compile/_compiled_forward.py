@@ -184,9 +184,10 @@ class CompiledForward:
                 raise failed.inner_exception from failed
             raise
         except TorchDynamoException as failed:
+            why = (str(failed).strip().splitlines() or [type(failed).__name__])[0]
             where = "".join(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in _innermost(failed))
             raise ValueError(
-                f"torch.compile cannot trace this model{where} ({str(failed).strip().splitlines()[0]}); compile it "
+                f"torch.compile cannot trace this model{where} ({why}); compile it "
                 "with backend='eager', or load it with experts and kernels that can be traced"
             ) from failed
         return logits, self._backend.handed_out

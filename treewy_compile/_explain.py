@@ -65,7 +65,9 @@ class Explanation:
     def __str__(self) -> str:
         """Draw the tables."""
         text = StringIO()
-        console = Console(file=text, color_system=None, force_terminal=False, highlight=False, markup=False)
+        console = Console(
+            file=text, color_system=None, force_terminal=False, force_jupyter=False, highlight=False, markup=False
+        )
         options = f"backend={self.backend!r}, commit={self.commit!r}" if self.backend else "not compiled by treewy"
         console.print(f"treewy on {self.model}: {options}", soft_wrap=True)
         console.print(_table(("layer", "module", "matched as", "backend 'eager'", "compiled backends"), self._rows()))

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -65,7 +65,12 @@ def _is_wanted() -> bool:
 
 
 def _follow() -> None:
-    """Begin the display with the first entry, and end it with the last."""
+    """Begin the display with the first entry, and end it with the last; a terminal that is gone stops nobody."""
+    with suppress(OSError):
+        _show()
+
+
+def _show() -> None:
     global _display
     if _under_way and _display is None:
         # What others print is left alone: to redirect it, rich would replace sys.stdout and sys.stderr.

@@ -206,6 +206,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), nargs="*")
     parser.add_argument("--quick", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()
+    unknown = set(arguments.sizes or ()).difference(*(GOALS[kind] for kind in arguments.models))
+    if unknown:
+        parser.error(f"--sizes {sorted(unknown)} of no model; choose from {[*GOALS['dense'], *GOALS['moe']]}")
     device, inner = ("cpu", "aot_eager") if arguments.quick else ("cuda", "inductor")
     bandwidth = copy_bandwidth(device)
     rows = []

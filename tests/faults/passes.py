@@ -19,6 +19,20 @@ _SEGMENTS = "tests/passes/test_segments.py::"
 
 PASSES = [
     Fault(
+        "layers count as alike whose inputs lie otherwise",
+        "passes/_segments.py",
+        "(*example.shape, *example.stride())",
+        "example.shape",
+        (_SEGMENTS + "test_inputs_that_differ_make_layers_differ[strides]",),
+    ),
+    Fault(
+        "layers count as alike of which one reads what it moves",
+        "passes/_segments.py",
+        "storages.setdefault(storage, len(storages))",
+        "0",
+        (_SEGMENTS + "test_inputs_that_differ_make_layers_differ[memory]",),
+    ),
+    Fault(
         "what waits for the host goes into a graph",
         "passes/_backend.py",
         "        refuse_waiting(graph_module.graph)\n",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from transformers import DynamicCache
 
 from models import COMPILED_FAMILIES, fresh_model, random_tokens
@@ -21,6 +21,7 @@ from treewy._session import Session
 from treewy._static_stores import StaticStores, _StaticState
 from treewy.passes import TreeBackend, find_attention_layers, find_gdn_layers, redirect_layers
 from treewy.passes import _backend as treewy_backend
+from treewy.passes._graph import refuse_waiting
 
 PROMPT = 7
 TREES = (
@@ -134,6 +135,18 @@ def test_every_layer_is_rewritten_and_nothing_that_is_committed_is_written(famil
     touched = operator.getitem, torch.cat, "new_empty", "transpose", "repeat_interleave"
     untouched = set(seen_before) & set(seen.after) - set(touched)
     assert all(seen_before[target] == seen.after[target] for target in untouched)
+
+
+def test_a_copy_to_another_device_is_refused() -> None:
+    graph = Graph()
+    given = graph.placeholder("given")
+    copied = graph.call_method("cpu", (given,))
+    graph.output(copied)
+    given.meta["example_value"], copied.meta["example_value"] = torch.empty(2, device="meta"), torch.empty(2)
+    with pytest.raises(ValueError, match="cpu copies values of a tensor to the host"):
+        refuse_waiting(graph)
+    copied.meta["example_value"] = torch.empty(2, device="meta")
+    refuse_waiting(graph)
 
 
 def test_one_graph_serves_every_tree_of_a_size() -> None:

@@ -61,3 +61,27 @@ def test_other_dtypes_under_autocast_stay() -> None:
         result, left = rewritten(narrow, x)
         assert torch.equal(result, narrow(x))
     assert left == 1
+
+
+@pytest.mark.parametrize("by_name", ["bias", "weight", "input"])
+def test_arguments_may_be_given_by_name(by_name: str) -> None:
+    narrow, x = torch.nn.Linear(96, 6), torch.randn(2, 96, generator=torch.Generator().manual_seed(0))
+    given = {"input": x, "weight": narrow.weight, "bias": narrow.bias}
+    names = list(given)
+    first = names[: names.index(by_name)]
+
+    def project(x: Tensor) -> Tensor:
+        named = {name: value for name, value in (given | {"input": x}).items() if name not in first}
+        return torch.nn.functional.linear(*((given | {"input": x})[name] for name in first), **named)
+
+    result, left = rewritten(project, x)
+    assert left == 0
+    assert relative_error(result, narrow(x)) <= LOGITS_FLOAT32
+
+
+def test_what_is_no_plain_projection_stays() -> None:
+    double, x = torch.nn.Linear(8, 6).double(), torch.ones(2, 8)
+    assert rewritten(double, x.double())[1] == 1
+    vector = torch.ones(8)
+    result, left = rewritten(lambda x: torch.nn.functional.linear(x, vector), x)
+    assert (left, result.shape) == (1, (2,))

@@ -1,5 +1,6 @@
 """Layers that are alike are compiled once, and no others; what comes out is what the whole graph gives."""
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.testing._internal.two_tensor import TwoTensor
 
 from treewy.passes._segments import compile_segments
 
@@ -81,9 +83,47 @@ def test_a_layers_sum_is_compiled_with_what_follows() -> None:
     assert sums == [0, 1, 1]
 
 
-def test_weights_of_other_shapes_and_dtypes_are_not_alike() -> None:
-    model, tokens = Model(1e-5, 1e-5, 1e-5), torch.arange(11)[None]
-    model.layers[2].norm.bias.requires_grad_(False)
+class Moving(nn.Module):
+    """A layer that moves one buffer and reads another."""
+
+    def __init__(self, moved: Tensor, read: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("moved", moved)
+        self.register_buffer("read", read)
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.moved.add_(1)
+        return x + self.project(x * self.read)
+
+
+def other_layers(what: str) -> Model:
+    """Three layers, the last of which differs from the one before it."""
+    model = Model(1e-5, 1e-5, 1e-5)
+    last = model.layers[2]
+    if what == "requires grad":
+        last.norm.bias.requires_grad_(False)
+    elif what == "strides":
+        last.project.weight = nn.Parameter(last.project.weight.detach().T.contiguous().T)
+    elif what == "memory":
+        buffers = [torch.ones(8) for _ in range(5)]
+        pairs = ((buffers[0], buffers[1]), (buffers[2], buffers[3]), (buffers[4], buffers[4][:]))
+        model.layers = nn.ModuleList(Moving(*pair) for pair in pairs)
+    return model
+
+
+@pytest.mark.parametrize("what", ["requires grad", "strides", "memory"])
+def test_inputs_that_differ_make_layers_differ(what: str) -> None:
+    model, tokens = other_layers(what), torch.arange(11)[None]
+    expected = copy.deepcopy(model)(tokens)
     logits, graphs, _ = compiled(model, tokens)
-    assert torch.equal(logits, model(tokens))
+    assert torch.allclose(logits, expected, rtol=0, atol=1e-6)
+    assert len(graphs) == 4
+
+
+def test_what_a_wrapped_tensor_keeps_beside_its_tensors_makes_layers_differ() -> None:
+    model, tokens = Model(1e-5, 1e-5, 1e-5), torch.arange(11)[None]
+    for number, layer in enumerate(model.layers):
+        layer.project.weight = nn.Parameter(TwoTensor(layer.project.weight.detach(), torch.full((8, 8), float(number))))
+    _, graphs, _ = compiled(model, tokens)
     assert len(graphs) == 4
