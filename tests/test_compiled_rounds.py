@@ -303,6 +303,30 @@ def test_what_waits_for_the_host_is_refused_by_name(what: str, waits: Callable[[
     assert compiled_text(treewy.compile(model, backend="aot_eager"), prompt) == right
 
 
+def test_what_depends_on_the_host_is_refused_where_it_stands() -> None:
+    model = fresh_model("qwen3_next")
+    model.model.layers[1].mlp.register_forward_hook(lambda _, __, output: output.max().item() and None)
+    treewy.compile(model, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"cannot trace this model.*backend='eager'.*a hook"):
+        compiled_text(model, random_tokens(1, 6, seed=1))
+
+
+def test_a_hook_that_counts_is_refused_once_it_has_been_compiled_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    model, calls = fresh_model("qwen3_next"), [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    hook = model.register_forward_pre_hook(count)
+    prompt, right = random_tokens(1, 6, seed=1), plain_text(plain_model("qwen3_next"), random_tokens(1, 6, seed=1))
+    treewy.compile(model, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"again in every round.*hooks that count.*backend='eager'"):
+        compiled_text(model, prompt)
+    hook.remove()
+    assert compiled_text(model, prompt) == right
+
+
 def test_the_largest_tree_is_handed_over_whole() -> None:
     """Rows of ring and tree together are more than a kernel takes in one go."""
     model = fresh_model("qwen3_next")

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import PreTrainedModel
 
 from treewy._decoding import Emission, cut
@@ -183,12 +184,17 @@ class CompiledForward:
             if isinstance(failed.inner_exception, ValueError):  # a pass has said what to do
                 raise failed.inner_exception from failed
             raise
-        except TorchDynamoException as failed:
+        except FailOnRecompileLimitHit as failed:
+            raise ValueError(
+                "torch.compile would compile this model again in every round, for its forward reads something that "
+                "changes; remove hooks that count or collect, or compile it with backend='eager'"
+            ) from failed
+        except (TorchDynamoException, GuardOnDataDependentSymNode) as failed:
             why = (str(failed).strip().splitlines() or [type(failed).__name__])[0]
             where = "".join(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in _innermost(failed))
             raise ValueError(
-                f"torch.compile cannot trace this model{where} ({why}); compile it "
-                "with backend='eager', or load it with experts and kernels that can be traced"
+                f"torch.compile cannot trace this model{where} ({why}); compile it with backend='eager', or do without "
+                "what stands there: a hook, or experts or kernels that it cannot trace"
             ) from failed
         return logits, self._backend.handed_out
 
@@ -243,7 +249,7 @@ def _accept(logits: Tensor, token_ids: Tensor, parents: Tensor, room: Tensor, eo
     return cut(token_ids, parents, *greedy_paths(logits, token_ids, parents), room, eos)
 
 
-def _innermost(failed: TorchDynamoException) -> list[FrameSummary]:
+def _innermost(failed: Exception) -> list[FrameSummary]:
     """Return the line of the traced program where Dynamo stopped, if it says so."""
     return list(getattr(failed, "real_stack", None) or [])[-1:]
 
