@@ -311,8 +311,8 @@ def test_what_depends_on_the_host_is_refused_where_it_stands() -> None:
         compiled_text(model, random_tokens(1, 6, seed=1))
 
 
-def test_a_hook_that_counts_is_refused_once_it_has_been_compiled_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_a_hook_that_counts_is_refused_once_it_has_been_compiled_too_often() -> None:
     model, calls = fresh_model("qwen3_next"), [0]
 
     def count(*_: Any) -> None:
