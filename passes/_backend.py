@@ -83,7 +83,7 @@ class TreeBackend:
 
     def __call__(self, graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         """Rewrite and compile a graph; ``torch.compile`` calls this."""
-        graph_module, example_inputs = copy_of(graph_module), list(example_inputs)
+        graph_module = copy_of(graph_module)
         refuse_waiting(graph_module.graph)
         tree = TreeGraph(graph_module.graph, self._stores, example_inputs)
         for marker, layers, rewrite in self._passes:

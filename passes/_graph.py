@@ -23,15 +23,17 @@ class TreeGraph:
         graph: Rewritten in place.
         stores: Tensors that rewritten layers read and write beside what the forward itself knows, by the name of the
             layer, "" for all layers, and of the thing.
-        example_inputs: Of the graph; grows by those of its stores.
+        example_inputs: Of the graph.
     """
 
-    def __init__(self, graph: Graph, stores: Mapping[tuple[str, str], Tensor], example_inputs: list[Tensor]) -> None:
+    def __init__(
+        self, graph: Graph, stores: Mapping[tuple[str, str], Tensor], example_inputs: Sequence[Tensor]
+    ) -> None:
         self.graph = graph
         self.handed_out: dict[tuple[str, str], Node] = {}
         """What a commit needs, by the name of the layer and of the thing."""
         self._stores = stores
-        self._example_inputs = example_inputs
+        self._fake_mode = detect_fake_mode(example_inputs)
         self._taken: dict[tuple[str, str], Node] = {}
 
     @property
@@ -46,13 +48,12 @@ class TreeGraph:
         """
         name = layer_name, what
         if name not in self._taken:
-            store, fake_mode = self._stores[name], detect_fake_mode(self._example_inputs)
+            store, fake_mode = self._stores[name], self._fake_mode
             example = store if fake_mode is None else fake_mode.from_tensor(store, static_shapes=True)
             *_, last = self.graph.find_nodes(op="placeholder")
             with self.graph.inserting_after(last):
                 node = self.graph.placeholder(f"treewy_{len(self._taken)}_{what}")
             node.meta["example_value"] = example
-            self._example_inputs.append(example)
             self._taken[name] = node
         return self._taken[name]
 

@@ -12,6 +12,7 @@ came in, and there the next one begins with its norm.
 import logging
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -101,9 +102,9 @@ def _structure(segment: GraphModule) -> str:
                 storage = StorageWeakRef(example.untyped_storage())  # type: ignore[no-untyped-call]
                 place = *place, storages.setdefault(storage, len(storages))
         elif node.op == "get_attr":
-            place = id(getattr(segment, node.target))  # a constant of its own
+            place = id(attrgetter(node.target)(segment))  # a constant of its own
         elif node.op == "call_function":
-            place = f"{node.target.__module__}.{node.target.__name__}", id(node.target)
+            place = id(node.target)
         arguments = map_arg((node.args, node.kwargs), lambda x: ("node", numbers[x]))
         lines.append(f"{node.op} {place} {arguments}")
         numbers[node] = len(numbers)

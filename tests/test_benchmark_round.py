@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,13 +17,24 @@ def benchmark() -> ModuleType:
     return load_benchmark("round")
 
 
+@pytest.fixture
+def measure(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs the benchmark with tiny models, and returns the record that it leaves."""
+
+    def run(*options: str) -> dict[str, Any]:
+        path = tmp_path / "round.json"
+        monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), *options])
+        benchmark.main()
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
+
+    return run
+
+
 def test_a_row_says_what_was_measured_against_what(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    benchmark: ModuleType, measure: Callable[..., dict[str, Any]]
 ) -> None:
-    path, sizes = tmp_path / "round.json", ["--models", "dense", "--sizes", "8,16,128"]
-    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), *sizes])
-    benchmark.main()
-    record = json.loads(path.read_text())
+    record = measure("--models", "dense", "--sizes", "8,16,128")
     (row,) = record["rows"]
     assert (row["batch"], row["nodes"], row["prefix"], row["mode"], row["policy"]) == (
         8,
@@ -40,12 +53,9 @@ def test_a_row_says_what_was_measured_against_what(
 
 
 def test_of_experts_only_those_count_that_are_used(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    benchmark: ModuleType, measure: Callable[..., dict[str, Any]]
 ) -> None:
-    path, sizes = tmp_path / "round.json", ["--models", "moe", "--sizes", "1,1,128"]
-    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), *sizes])
-    benchmark.main()
-    record = json.loads(path.read_text())
+    record = measure("--models", "moe", "--sizes", "1,1,128")
     (row,) = record["rows"]
     assert (row["nodes"], row["mode"]) == (1, "plain")
     assert row["experts"] == 4 * 2  # of each layer the two of one token
@@ -56,13 +66,13 @@ def test_of_experts_only_those_count_that_are_used(
     assert row["floor_ms"] == pytest.approx((weights + cache) / record["copy_tb_s"] / 1e9)
 
 
-def test_wrong_logits_are_not_timed(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "round.json"
-    monkeypatch.setattr(sys, "argv", ["round.py", "--quick", "--json", str(path), "--sizes", "1,16,128"])
+def test_wrong_logits_are_not_timed(
+    benchmark: ModuleType, measure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(benchmark, "logit_errors", lambda *args: (1e-3, 3e-3, 0.0))
     with pytest.raises(SystemExit, match=r"logits of \(1, 16, 128\) are off by 3.0e-03.*1.0e-03"):
-        benchmark.main()
-    assert not path.exists()
+        measure("--sizes", "1,16,128")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_round_of_one_node_is_plain_decoding(benchmark: ModuleType) -> None:

@@ -107,7 +107,7 @@ def test_a_model_that_compiled_backends_refuse_is_explained_with_their_reason() 
 @pytest.mark.parametrize("family", ["BambaForCausalLM", "KimiLinearForCausalLM"])
 def test_a_refused_model_is_explained_with_the_reason(family: str) -> None:
     if not hasattr(transformers, family):
-        pytest.skip("not in this version of transformers")
+        pytest.skip("came to transformers behind the oldest version that is supported")
     model = MAKERS[family]()
     explanation = treewy.explain(model)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the two messages are compared

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tolerances import LOGITS_FLOAT32, relative_error
+from tolerances import BFLOAT16_ROUNDING, LOGITS_FLOAT32, relative_error
 from treewy.passes._narrow_linear_pass import sum_narrow_linears
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
@@ -38,7 +38,7 @@ def test_narrow_projections_become_sums_in_float32(bias: bool) -> None:
     assert left == 1
     exact = torch.nn.functional.linear(x.double(), *(p.double() for p in narrow.parameters()))
     assert few.dtype == torch.bfloat16
-    assert (few.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+    assert relative_error(few, exact) <= BFLOAT16_ROUNDING
     assert torch.equal(many, wide(x))
 
 
