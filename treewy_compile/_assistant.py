@@ -1,21 +1,24 @@
 """Draft with a smaller model, attention-only or itself a GDN hybrid, as a chain or as a tree of its best tokens."""
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import NoReturn, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from treewy._accept import deepest_accepted
+from treewy._compiled_session import CompiledSession
 from treewy._draft_tree import DraftTree, Sampling, parents_of_shape
 from treewy._drafters import DraftingContext
+from treewy._drafting_on_device import DraftingOnDevice
 from treewy._sampling import draw, draw_without_replacement
 from treewy._session import Session
 from treewy.ops import PADDING, depths
 
 _DEFAULT_NUM_TOKENS = 20  # what transformers assumes when the draft model's generation_config says nothing
 _DEFAULT_CONFIDENCE = 0.4
+_MOST_PENDING = 2  # emitted in a round and not seen as nodes: the target's own token, and a draft of the last level
 
 
 class AssistantDrafter:
@@ -99,6 +102,7 @@ class AssistantDrafter:
         self._context = None
         self._sampling = self._given_sampling or "top"
         self._session: Session | None = None
+        self._on_device: DraftingOnDevice | None = None  # who drafts instead, where a tree is one launch
         self._seen = torch.empty(0, dtype=torch.int64)  # tokens committed to the draft model's stores [B]
         self._pending = torch.empty(0, dtype=torch.int64)  # of the nodes on trial, how many are emitted tokens [B]
         self._node_tokens: list[Tensor] = []  # tokens of the nodes on trial
@@ -108,8 +112,11 @@ class AssistantDrafter:
         """Let row ``i`` continue what row ``index[i]`` was."""
         if self._session is not None:
             index = index.to(self._seen.device)
+            if self._on_device is not None:
+                self._on_device.reorder(index)
+                return
             self._settle(torch.empty(len(self._seen), 0, dtype=torch.int64), torch.zeros_like(self._seen))
-            self._session.cache.reorder_rows(index)
+            self._session.reorder(index)
             self._seen, self._prompt_logits = self._seen[index], self._prompt_logits[index]
 
     def propose(self, input_ids: Tensor, lengths: Tensor) -> DraftTree:
@@ -119,8 +126,12 @@ class AssistantDrafter:
         a chain ended before it) is dropped from the tree at the end, and so are its descendants.
         """
         tokens, counts = input_ids.to(self._model.device), lengths.to(self._model.device)
-        above_logits, root = self._catch_up(tokens, counts)  # logits of the nodes that get children next [B, n, V]
+        if self._session is None:
+            self._begin(tokens, counts, input_ids.device)
+        if self._on_device is not None:
+            return self._on_device.propose(tokens.shape[1])
         assert self._session is not None
+        above_logits, root = self._catch_up(tokens, counts)  # logits of the nodes that get children next [B, n, V]
         first_draft = self._session.num_nodes
         texts = [row[:length] for row, length in zip(tokens, counts, strict=True)]
         if self._context is not None:
@@ -150,15 +161,18 @@ class AssistantDrafter:
     def _scores(self, logits: Tensor, texts: list[Tensor], paths: Tensor) -> Tensor:
         """Return the scores [B, n, V] over the target's vocabulary, processed as the target's are."""
         if bool(logits.isnan().any()):
-            raise ValueError(
-                f"the draft model {type(self._model).__name__} gave logits that are NaN; look for an overflow (half "
-                "precision?), or generate without it"
-            )
+            self._refuse_nan()
         if self._context is None:
             return logits.float()
         missing = self._context.vocab_size - logits.shape[-1]  # of padded vocabularies either may be the larger
         logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return self._context.scores.of_nodes(logits, lambda row, node: torch.cat([texts[row], paths[row, node]]))
+
+    def _refuse_nan(self) -> NoReturn:
+        raise ValueError(
+            f"the draft model {type(self._model).__name__} gave logits that are NaN; look for an overflow (half "
+            "precision?), or generate without it"
+        )
 
     def _choose(self, scores: Tensor, probs: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return children [B, n, number] of each of n nodes, and which of them are possible."""
@@ -173,18 +187,43 @@ class AssistantDrafter:
 
     def update(self, token_ids: Tensor, num_tokens: Tensor) -> None:
         """Commit the part of the emitted tokens that the draft model has already seen as nodes."""
-        if self._session is not None:
-            self._settle(token_ids.to(self._model.device), num_tokens.to(self._model.device))
+        if self._session is None:
+            return
+        token_ids, num_tokens = token_ids.to(self._model.device), num_tokens.to(self._model.device)
+        if self._on_device is None:
+            self._settle(token_ids, num_tokens)
+            return
+        if not self._on_device.is_valid:
+            self._refuse_nan()
+        if not self._on_device.update(token_ids, num_tokens):
+            self._seen, self._on_device = self._on_device.leave(), None
+
+    def _begin(self, tokens: Tensor, lengths: Tensor, device: torch.device) -> None:
+        """Feed the first text, for drafts on a device.
+
+        Where trees grow in one launch the last token is left to be the root of the first.
+        """
+        self._session = session = self._open_session()
+        on_device = isinstance(session, CompiledSession) and self._drafts_most_probable and bool((lengths > 1).all())
+        seen = lengths - 1 if on_device else lengths
+        size = int(seen.max())
+        source = torch.arange(size, device=tokens.device) - (size - seen[:, None])  # pads go to the left
+        prompt = self._known(tokens.gather(1, source.clamp(min=0)))
+        self._prompt_logits = session.prefill(prompt, source >= 0)[:, None]
+        self._seen = seen
+        if on_device and isinstance(session, CompiledSession):
+            last = tokens.gather(1, seen[:, None])[:, 0]
+            vocab_size = self._vocab_size if self._context is None else self._context.vocab_size
+            self._on_device = DraftingOnDevice(session, self._levels, vocab_size, self._vocab_size, seen, last, device)
+
+    @property
+    def _drafts_most_probable(self) -> bool:
+        """Whether the most probable tokens are drafted, as they come, in trees of one size."""
+        as_they_come = self._context is None or not self._context.scores.change_logits
+        return self._sampling == "top" and self._confidence is None and as_they_come
 
     def _catch_up(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Feed what was emitted since; return the last token's logits [B, 1, V] and its node [B], -1 after prefill."""
-        if self._session is None:
-            self._session = Session(self._model)
-            size = int(lengths.max())
-            source = torch.arange(size, device=tokens.device) - (size - lengths[:, None])  # pads go to the left
-            prompt = self._known(tokens.gather(1, source.clamp(min=0)))
-            self._prompt_logits = self._session.prefill(prompt, source >= 0)[:, None]
-            self._seen = lengths
         self._settle(tokens[:, :0], torch.zeros_like(lengths))
         self._pending = lengths - self._seen
         if not bool(self._pending.any()):
@@ -194,6 +233,13 @@ class AssistantDrafter:
         logits = self._extend(chain, torch.where(index < self._pending[:, None], index - 1, PADDING))
         rows = torch.arange(len(lengths), device=tokens.device)
         return logits[rows, (self._pending - 1).clamp(min=0)][:, None], self._pending - 1
+
+    def _open_session(self) -> Session:
+        """Make the draft model's stores: those of the target's backend within ``generate``, otherwise eager ones."""
+        if self._context is None:
+            return Session(self._model)
+        num_nodes = _MOST_PENDING + sum(len(parents) for parents, _ in self._levels[:-1])
+        return self._context.open_session(self._model, num_nodes)
 
     def _extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         assert self._session is not None

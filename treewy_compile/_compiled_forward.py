@@ -24,6 +24,7 @@ from treewy._decoding import Emission, cut
 from treewy._greedy import greedy_paths
 from treewy._progress import compiling
 from treewy._static_stores import HandedOut, StaticStores
+from treewy._whole_draft import Levels, WholeDraft
 from treewy.ops import PADDING, depths
 from treewy.passes import AttentionLayerInfo, GdnLayerInfo, LayerInfo, TreeBackend, redirect_layers
 
@@ -62,9 +63,9 @@ class CompiledForward:
         self._layers: list[LayerInfo] = [*gdn_layers, *attention_layers]
         lengths = stores.lengths
         self._size = size = f"{num_nodes} nodes x {len(lengths)} rows"
-        self._token_ids = lengths.new_zeros(len(lengths), num_nodes)
-        self._parents = torch.full_like(self._token_ids, PADDING)
-        self._accepted_node, self._room = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        self.token_ids = lengths.new_zeros(len(lengths), num_nodes)
+        self.parents = torch.full_like(self.token_ids, PADDING)
+        self.accepted_node, self._room = torch.zeros_like(lengths), torch.zeros_like(lengths)
         self._eos = lengths.new_zeros(0)
         # A mask with four dimensions is taken as it is; passes leave nothing that would read it.
         mask = torch.ones(len(lengths), 1, num_nodes, 1, dtype=torch.bool, device=lengths.device)
@@ -102,12 +103,10 @@ class CompiledForward:
             return torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compile_graph)
 
         self._forward = compiled(forward, "rewriting and compiling", rewrite)
-        self._accept: Callable[..., Emission] = _accept
-        self._commit: Callable[..., None] = StaticStores.commit
-        if inner != "eager":
-            plain = torch._dynamo.lookup_backend(inner)
-            self._accept = compiled(_accept, "compiling the acceptance of", plain)
-            self._commit = compiled(StaticStores.commit, "compiling the commit of", plain)
+        self._inner, self._compiled = inner, compiled
+        self._accept: Callable[..., Emission] = self.compiled_alone(_accept, "compiling the acceptance of")
+        self._commit: Callable[..., None] = self.compiled_alone(StaticStores.commit, "compiling the commit of")
+        self._drafts: dict[Any, WholeDraft] = {}
         self._handed_out: HandedOut = {}
         self.logits: Tensor | None = None
         """Of the nodes that were verified last [B, N, V]; the next call overwrites them."""
@@ -115,14 +114,30 @@ class CompiledForward:
 
     def forget_graphs(self) -> None:
         """Capture again: something has moved that graphs do not look up."""
-        self._verified = self._captured(self._verify, "a verification")
-        self._committed = self._captured(self._commit_accepted, "a commit")
-        self._rounds = self._captured(self._round, "a round")
+        self._verified = self.captured(self._verify, "a verification")
+        self._committed = self.captured(self.run_commit, "a commit")
+        self._rounds = self.captured(self._round, "a round")
+        for draft in self._drafts.values():
+            draft.forget_graphs()
 
-    def _captured(self, function: Callable[[], Any], what: str) -> Callable[[], Any]:
-        if not self._token_ids.is_cuda:
+    def compiled_alone(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        """Compile a function of a few tensors; ``what`` says what that is for, to be shown."""
+        if self._inner == "eager":
             return function
-        return Captured(function, self._token_ids.device, f"{what} of {self._size}")
+        return self._compiled(function, what, torch._dynamo.lookup_backend(self._inner))
+
+    def whole_draft(self, levels: Levels, vocab_size: int, draft_vocab_size: int) -> WholeDraft:
+        """Return what drafts trees of a shape with this model; see :class:`WholeDraft`."""
+        key = str(levels), vocab_size, draft_vocab_size
+        if key not in self._drafts:
+            self._drafts[key] = WholeDraft(self, levels, vocab_size, draft_vocab_size)
+        return self._drafts[key]
+
+    def captured(self, function: Callable[[], Any], what: str) -> Callable[[], Any]:
+        """Return a function that is captured where there are CUDA graphs."""
+        if not self.token_ids.is_cuda:
+            return function
+        return Captured(function, self.token_ids.device, f"{what} of {self._size}")
 
     @property
     def is_captured(self) -> bool:
@@ -137,8 +152,8 @@ class CompiledForward:
 
     def verify(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Return the logits of nodes [B, N, V]; they are overwritten by the next call."""
-        self._token_ids.copy_(token_ids)
-        self._parents.copy_(parents)
+        self.token_ids.copy_(token_ids)
+        self.parents.copy_(parents)
         logits: Tensor
         logits, self._handed_out = self._verified()
         self.logits = logits
@@ -146,7 +161,7 @@ class CompiledForward:
 
     def commit(self, accepted_node: Tensor) -> None:
         """Commit the path to a node [B] of those that were verified last."""
-        self._accepted_node.copy_(accepted_node)
+        self.accepted_node.copy_(accepted_node)
         self._committed()
 
     def round(self, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor) -> Emission:
@@ -161,8 +176,8 @@ class CompiledForward:
         if eos.shape != self._eos.shape:
             if self.round_graph is not None:
                 _log.info("a round of %s is captured again: another number of tokens ends a row", self._size)
-            self._eos, self._rounds = torch.zeros_like(eos), self._captured(self._round, "a round")
-        places = self._token_ids, self._parents, self._room, self._eos
+            self._eos, self._rounds = torch.zeros_like(eos), self.captured(self._round, "a round")
+        places = self.token_ids, self.parents, self._room, self._eos
         for place, value in zip(places, (token_ids, parents, room, eos), strict=True):
             place.copy_(value)
         emission: Emission
@@ -174,12 +189,21 @@ class CompiledForward:
         """The graph of a round, once it is captured."""
         return getattr(self._rounds, "graph", None)
 
+    def run_verify(self) -> Tensor:
+        """Verify, as a part of what is captured: the nodes in ``token_ids`` and ``parents``; return their logits."""
+        logits, self._handed_out = self._verify()
+        return logits
+
+    def run_commit(self) -> None:
+        """Commit, as a part of what is captured: the path to ``accepted_node``."""
+        self._commit(self._stores, self._handed_out, self.parents, self.accepted_node)
+
     def _verify(self) -> tuple[Tensor, HandedOut]:
         place = self._stores.next_position, self._stores.prefix
         tracing = nullcontext() if self._backend.operators else compiling(_log, f"tracing and compiling {self._size}")
         try:
             with tracing, redirect_layers(self._layers):
-                logits = self._forward(self._token_ids, self._parents, *place)
+                logits = self._forward(self.token_ids, self.parents, *place)
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, ValueError):  # a pass has said what to do
                 raise failed.inner_exception from failed
@@ -196,15 +220,13 @@ class CompiledForward:
                 f"torch.compile cannot trace this model{where} ({why}); compile it with backend='eager', or do without "
                 "what stands there: a hook, or experts or kernels that it cannot trace"
             ) from failed
+        self._stores.take_in(self._backend.handed_out)
         return logits, self._backend.handed_out
-
-    def _commit_accepted(self) -> None:
-        self._commit(self._stores, self._handed_out, self._parents, self._accepted_node)
 
     def _round(self) -> tuple[Emission, Tensor]:
         logits, handed_out = self._verify()
-        emission = self._accept(logits, self._token_ids, self._parents, self._room, self._eos)
-        self._commit(self._stores, handed_out, self._parents, emission.node)
+        emission = self._accept(logits, self.token_ids, self.parents, self._room, self._eos)
+        self._commit(self._stores, handed_out, self.parents, emission.node)
         return emission, logits
 
 

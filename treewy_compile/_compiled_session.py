@@ -1,5 +1,6 @@
 """A session whose tree forwards are compiled, on CUDA captured as graphs; prefill stays the model's own."""
 
+import inspect
 import logging
 import threading
 from dataclasses import dataclass
@@ -128,9 +129,9 @@ class CompiledTarget:
         """Copy as a target of the copied model, for which nothing is compiled yet."""
         return CompiledTarget, (self.model, self.inner, self.commit)
 
-    def open(self, max_cache_len: int | None) -> "CompiledSession":
-        """Begin a generation."""
-        return CompiledSession(self, max_cache_len)
+    def open(self, max_cache_len: int | None = None, num_nodes: int = 0) -> "CompiledSession":
+        """Begin a generation; see :class:`CompiledSession`."""
+        return CompiledSession(self, max_cache_len, num_nodes)
 
     def take(self, session: Session, num_nodes: int) -> Place:
         """Return a place for the rows of a session and so many nodes."""
@@ -157,36 +158,52 @@ class CompiledTarget:
 
 
 class CompiledSession(Session):
-    """Run compiled tree forwards of one model over one batch; a tree is one forward.
+    """Run compiled tree forwards of one model over one batch.
+
+    A tree is one forward. One that grows is run again as a whole: as long as reading the weights is what takes time, a
+    level more costs what its nodes alone would, and all levels share what is compiled.
 
     Args:
         target: What is compiled of the model.
         max_cache_len: Most columns (tokens, pads and nodes) a row may take; None for no limit.
+        num_nodes: How many nodes trees will grow to; smaller ones use the same forward.
 
     Raises:
         ValueError: If a layer or the attention implementation is not supported.
     """
 
-    def __init__(self, target: CompiledTarget, max_cache_len: int | None = None) -> None:
+    def __init__(self, target: CompiledTarget, max_cache_len: int | None = None, num_nodes: int = 0) -> None:
         super().__init__(target.model, DeferredNodes, max_cache_len)
         self._target = target
+        self._least_nodes = num_nodes
         self._place: Place | None = None
+        self._token_ids = torch.empty(0, dtype=torch.int64)  # of the nodes on trial
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Compute the logits of a tree; see ``Session.extend``."""
-        assert self.parents is None, "a compiled tree is one forward"
-        num_nodes = parents.shape[1]
+        """Add nodes to the tree on trial and return their logits, which the next call overwrites; see ``Session``."""
+        known = self.num_nodes
+        if self.parents is not None:
+            token_ids = torch.cat([self._token_ids, token_ids], dim=1)
+            parents = torch.cat([self.parents, parents], dim=1)
         self._forward, nodes = self.prepare(token_ids, parents)
         logits = self._forward.verify(*nodes)
-        self.parents = nodes[1]
-        return logits[:, :num_nodes]
+        self._token_ids, self.parents = token_ids, parents
+        return logits[:, known : parents.shape[1]]
 
     def commit(self, accepted_node: Tensor) -> None:
         """Advance all stores along the path to ``accepted_node``; see ``Session.commit``."""
         assert self.parents is not None
         self._forward.commit(accepted_node)
         self.parents = None
-        self._follow()
+        self.follow()
+
+    def reorder(self, index: Tensor) -> None:
+        """Let rows hold what others held; see ``Session.reorder``."""
+        if self._place is not None:
+            self.stores.unload(self.cache)
+        super().reorder(index)
+        if self._place is not None:
+            self._place.load(self)
 
     def round(
         self, token_ids: Tensor, parents: Tensor, decoding: Decoding, texts: list[Tensor], draft: DraftTree
@@ -199,7 +216,7 @@ class CompiledSession(Session):
             self._forward, nodes = self.prepare(token_ids, parents)
             room, eos = (limit.to(token_ids.device) for limit in limits)
             emission = self._forward.round(*nodes, room, eos).cloned()
-            self._follow()
+            self.follow()
         return emission, self.stores.num_bytes
 
     @property
@@ -231,20 +248,26 @@ class CompiledSession(Session):
         """Make room for a tree behind at least so many columns, and pad it to the size of a compiled forward."""
         num_nodes = parents.shape[1]
         self._check_room(num_nodes)
+        forward = self.reserve(max(columns, self.cache.columns_used), num_nodes)
+        more = 0, forward.num_nodes - num_nodes
+        padded = torch.nn.functional.pad(token_ids, more), torch.nn.functional.pad(parents, more, value=PADDING)
+        return forward, padded
+
+    def reserve(self, columns: int, num_nodes: int) -> CompiledForward:
+        """Make room for so many nodes behind so many columns, and return a forward over them."""
+        most_nodes = max(num_nodes, self._least_nodes)
         if self._place is None or self._place.stores.num_nodes < num_nodes:
-            larger = num_nodes + -num_nodes % _BUCKET
+            larger = most_nodes + -most_nodes % _BUCKET
             if self._place is not None:
                 self._place.stores.unload(self.cache)
                 self.close()
             self._place = self._target.take(self, larger)
             self._place.load(self)  # may refuse; `close` gives back what is taken
-        forward = self._place.forward(num_nodes)
-        self._place.reserve(max(columns, self.cache.columns_used) + forward.num_nodes)
-        more = 0, forward.num_nodes - num_nodes
-        padded = torch.nn.functional.pad(token_ids, more), torch.nn.functional.pad(parents, more, value=PADDING)
-        return forward, padded
+        forward = self._place.forward(most_nodes)
+        self._place.reserve(columns + forward.num_nodes)
+        return forward
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Let the lengths of the cache follow those of the stores."""
         self.cache.lengths = self.stores.lengths.clone()
         self.cache.columns_used = int(self.cache.lengths.max())
@@ -275,6 +298,11 @@ def refuse_uncompilable(model: PreTrainedModel, backend: str) -> None:
     found = {layer.layer_idx for layer in find_gdn_layers(model)}
     found |= {layer.layer_idx for layer in find_attention_layers(model)}
     remedy = "compile it with backend='eager'"
+    if not any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values()):
+        raise ValueError(
+            f"the forward of {type(model).__name__} hands no keyword arguments on to its layers, by which backend "
+            f"{backend!r} tells them of a tree; {remedy}"
+        )
     for index, layer in enumerate(layers):
         if getattr(layer, "is_sliding", False):
             raise ValueError(

@@ -1,5 +1,6 @@
 """The tree of tokens that a drafter proposes."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,6 +121,13 @@ class DraftTree:
         counts = torch.zeros(batch, size + 1, dtype=torch.int64, device=self.parents.device)
         counts.scatter_add_(1, torch.where(real, self.parents, -1) + 1, real.long())
         return (counts > 0).cumsum(dim=1) - 1
+
+    def with_token_ids(self, token_ids: Tensor) -> "DraftTree":
+        """Return the same tree of other tokens [B, N]; nothing is checked again."""
+        assert token_ids.shape == self.token_ids.shape
+        tree = copy.copy(self)
+        object.__setattr__(tree, "token_ids", token_ids)
+        return tree
 
     def probs_after(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return the distributions [R, V] that children were drawn from.

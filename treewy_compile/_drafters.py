@@ -1,13 +1,16 @@
 """Who proposes: the protocol, and the drafter that looks the continuation up in the text itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from treewy._draft_tree import DraftTree
 from treewy._scores import Scores
+from treewy._session import Session
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class DraftingContext:
         pads: What stands before each row's text in the prompt; processors see it.
         max_length: Of a text, in tokens; what cannot be emitted before it need not be drafted.
         vocab_size: Of the target.
+        open_session: Makes the stores of a draft model, which runs as the target does: called with the model and the
+            most nodes that it will be given in a round. They are closed when the generation ends.
 
     Source:
         The draft phase of docs/design.md.
@@ -33,6 +38,7 @@ class DraftingContext:
     pads: list[Tensor]
     max_length: int
     vocab_size: int
+    open_session: Callable[[PreTrainedModel, int], Session]
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from treewy._arguments import check_generator, prepare_for_drafting, refuse_unsupported, take_drafter
+from treewy._compiled_drafts import CompiledDrafts
 from treewy._compiled_session import RING_ROWS, CompiledSize, CompiledTarget
 from treewy._decoding import Decoding
 from treewy._draft_tree import DraftTree
@@ -78,6 +80,7 @@ class CompiledGenerate:
         self.target: CompiledTarget | None = None
         if options.backend != "eager":
             self.target = CompiledTarget(model, options.backend, options.commit)
+        self._drafts = CompiledDrafts(options.backend, options.commit)
         self.__doc__ = model.generate.__doc__
 
     def compiled_sizes(self) -> list[CompiledSize]:
@@ -164,7 +167,14 @@ class CompiledGenerate:
         else:
             session = self.target.open(options.max_cache_len)
 
-        try:
+        with ExitStack() as at_end:
+            at_end.callback(session.close)
+
+            def open_draft(draft_model: PreTrainedModel, num_nodes: int) -> Session:
+                draft = self._drafts.open(draft_model, num_nodes)
+                at_end.callback(draft.close)
+                return draft
+
             model_kwargs[session.cache_keyword] = session.cache
             output = model._prefill(input_ids, generation_config, model_kwargs)
             # plain generation goes on from the last position, whatever the mask, and on every axis of a vision model
@@ -185,6 +195,7 @@ class CompiledGenerate:
                         [row[~real] for row, real in zip(input_ids, mask.to(input_ids.device).bool(), strict=True)],
                         generation_config.max_length,
                         vocab_size,
+                        open_draft,
                     )
                 )
             rounds = Rounds(session, drafter, decoding, input_ids.long(), mask, vocab_size, emit)
@@ -194,8 +205,6 @@ class CompiledGenerate:
             if streamer is not None:
                 streamer.end()
             return self._output(session, rounds, input_ids, generation_config)
-        finally:
-            session.close()
 
     def _output(
         self, session: Session, rounds: Rounds, input_ids: Tensor, generation_config: GenerationConfig

@@ -127,6 +127,11 @@ class Session:
         self.commit(emission.node)
         return emission, num_bytes
 
+    def reorder(self, index: Tensor) -> None:
+        """Let row ``i`` hold what row ``index[i]`` [B] held; only between rounds, when no nodes are on trial."""
+        assert self.parents is None
+        self.cache.reorder_rows(index)
+
     @property
     def one_length(self) -> bool:
         """Whether all rows have committed as many columns."""

@@ -2,7 +2,10 @@
 
 A forward over nodes reads them and hands out what a commit needs. The commit advances windows, keys and values at once
 and notes the accepted path. The states wait: the next forward puts the path into each layer's ring of known rows, or
-folds ring and path into the state where the ring has no room (`tree_wy_verify_`).
+folds ring and path into the state where the ring has no room (`tree_wy_verify_`). `take_in` notes that it did, so that
+a forward may be repeated, over the same nodes and more, before one is accepted.
+
+A model of attention alone, as a draft model may be, has no states, windows and rings.
 
 Stores of layers alike lie in one pool, so that a commit moves all of them together.
 """
@@ -46,16 +49,8 @@ class StaticStores:
     ) -> None:
         self.num_nodes = num_nodes
         self._gdn_layers, self._attention_layers = gdn_layers, attention_layers
-        window, state = cache.state_layers[0].window, cache.state_layers[0].state
-        number, batch, device = len(gdn_layers), len(cache.lengths), state.device
-        value_heads, key_dim, value_dim = state.shape[1:]
-        key_heads = gdn_layers[0].num_key_heads
-
-        self._states = [torch.zeros_like(layer.state) for layer in cache.state_layers]
-        self._windows = window.new_zeros(number, *window.shape)
-        self._last_keys = window.new_zeros(number, batch, num_nodes, key_heads, key_dim)
-        self._last_log_decays = state.new_zeros(number, batch, num_nodes, value_heads)
-        self._keys = self._values = window.new_zeros(0, batch, 0, 0, 0)
+        batch, device = len(cache.lengths), cache.lengths.device
+        self._keys = self._values = torch.zeros(0, batch, 0, 0, 0, device=device)
         if attention_layers:
             keys = cache.key_value_layers[0].keys
             self._keys, self._values = (
@@ -71,7 +66,24 @@ class StaticStores:
             ("", "path_length"): torch.zeros_like(self.lengths),
         }
         """What the layers keep between forwards, for ``TreeBackend``."""
-        for index, layer in enumerate(gdn_layers):
+        self._states: list[Tensor] = []
+        self._windows = self._keys[:0]
+        if gdn_layers:
+            self._add_states(cache, ring_rows)
+        self.cache = Cache(layers=self._layers(len(cache.layers)))
+        """What the model's own code sees as its cache."""
+
+    def _add_states(self, cache: TreeCache, ring_rows: int) -> None:
+        """Make the stores of the Gated DeltaNet layers."""
+        window, state = cache.state_layers[0].window, cache.state_layers[0].state
+        number, num_nodes = len(self._gdn_layers), self.num_nodes
+        batch, value_heads, key_dim, value_dim = state.shape
+        key_heads = self._gdn_layers[0].num_key_heads
+        self._states = [torch.zeros_like(layer.state) for layer in cache.state_layers]
+        self._windows = window.new_zeros(number, *window.shape)
+        self._last_keys = window.new_zeros(number, batch, num_nodes, key_heads, key_dim)
+        self._last_log_decays = state.new_zeros(number, batch, num_nodes, value_heads)
+        for index, layer in enumerate(self._gdn_layers):
             ring = batch, ring_rows
             self.of_layers |= {
                 (layer.name, "pseudo_value"): state.new_zeros(batch, num_nodes, value_heads, value_dim),
@@ -81,13 +93,13 @@ class StaticStores:
                 (layer.name, "last_key"): _plain(self._last_keys[index]),
                 (layer.name, "last_log_decay"): _plain(self._last_log_decays[index]),
             }
-        self.cache = Cache(layers=self._layers(len(cache.layers)))
-        """What the model's own code sees as its cache."""
 
     def fits(self, cache: TreeCache, num_nodes: int) -> bool:
         """Tell whether these are stores for the rows, shapes and dtypes of a cache, and for so many nodes."""
-        theirs = [cache.state_layers[0].state, cache.state_layers[0].window, cache.next_position]
-        ours = [self._states[0], self._windows[0], self.next_position]
+        theirs, ours = [cache.next_position], [self.next_position]
+        for state_layer in cache.state_layers[:1]:
+            theirs += [state_layer.state, state_layer.window]
+            ours += [self._states[0], self._windows[0]]
         for layer in cache.key_value_layers[:1]:
             theirs += [layer.keys[:, :, :0], layer.values[:, :, :0]]
             ours += [self._keys[0, :, :, :0], self._values[0, :, :, :0]]
@@ -176,6 +188,12 @@ class StaticStores:
         self.prefix = TreePrefix(self._start, self._length, *by_layer)
         return True
 
+    def take_in(self, handed_out: HandedOut) -> None:
+        """Note that a forward has put the last path into rings or states, so that the next one need not."""
+        if self._gdn_layers:
+            self.of_layers["", "num_known"].copy_(handed_out["", "num_known"])
+            self.of_layers["", "path_length"].zero_()
+
     def commit(self, handed_out: HandedOut, parents: Tensor, accepted_node: Tensor) -> None:
         """Advance all rows along the path to a node of the tree that was verified last.
 
@@ -190,13 +208,13 @@ class StaticStores:
             return torch.stack([handed_out[layer.name, what] for layer in layers])
 
         path, length = path_to_node(parents, accepted_node)
-        columns = stacked(self._gdn_layers, "columns").transpose(2, 3)
-        tree_conv_commit_(self._windows, self._slots, columns, parents, accepted_node)
-        self._last_keys[:, :, :num_nodes] = stacked(self._gdn_layers, "key")
-        self._last_log_decays[:, :, :num_nodes] = stacked(self._gdn_layers, "log_decay")
-        self.of_layers["", "num_known"].copy_(handed_out["", "num_known"])
-        self.of_layers["", "path"][:, :num_nodes] = path
-        self.of_layers["", "path_length"].copy_(length)
+        if self._gdn_layers:
+            columns = stacked(self._gdn_layers, "columns").transpose(2, 3)
+            tree_conv_commit_(self._windows, self._slots, columns, parents, accepted_node)
+            self._last_keys[:, :, :num_nodes] = stacked(self._gdn_layers, "key")
+            self._last_log_decays[:, :, :num_nodes] = stacked(self._gdn_layers, "log_decay")
+            self.of_layers["", "path"][:, :num_nodes] = path
+            self.of_layers["", "path_length"].copy_(length)
         if self._attention_layers:
             index = torch.arange(num_nodes, device=path.device)
             source = torch.where(index < length[:, None], path, index)  # behind the path anything, but finite

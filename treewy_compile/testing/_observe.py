@@ -214,8 +214,8 @@ class _WatchedTarget(CompiledTarget):
         for place in self._free:
             target.give_back(place)
 
-    def open(self, max_cache_len: int | None) -> CompiledSession:
-        session = _WatchedSession(self, max_cache_len)
+    def open(self, max_cache_len: int | None = None, num_nodes: int = 0) -> CompiledSession:
+        session = _WatchedSession(self, max_cache_len, num_nodes)
         self.see(session.cache, torch.empty(0))
         return session
 

@@ -1,0 +1,77 @@
+"""One text's drafts, each tree a launch: what the host knows of it."""
+
+import torch
+from torch import Tensor
+
+from treewy._compiled_session import CompiledSession
+from treewy._draft_tree import DraftTree
+from treewy._whole_draft import Levels
+
+
+class DraftingOnDevice:
+    """Draft the most probable trees of one shape behind what a session has committed.
+
+    Args:
+        session: Of the draft model, after its prefill of all tokens but the last.
+        levels: Shape of the trees; of each level the parents of its nodes and their ranks among siblings.
+        vocab_size: Of the target.
+        draft_vocab_size: Of the draft model.
+        seen: Real tokens that are committed [B].
+        last_tokens: Those behind them [B].
+        device: Where the target wants its drafts.
+    """
+
+    def __init__(
+        self,
+        session: CompiledSession,
+        levels: Levels,
+        vocab_size: int,
+        draft_vocab_size: int,
+        seen: Tensor,
+        last_tokens: Tensor,
+        device: torch.device,
+    ) -> None:
+        self._session = session
+        self._pads = session.cache.lengths - seen
+        self._most_pads = int(self._pads.max())
+        self._columns = session.cache.columns_used  # at least as many as any row has
+        parents = [parent for level, _ in levels for parent in level]
+        self._num_nodes = len(levels) + 1 + len(parents) - len(levels[-1][0])
+        forward = session.reserve(self._columns, self._num_nodes)
+        self._whole = forward.whole_draft(levels, vocab_size, draft_vocab_size)
+        self._whole.start(last_tokens)
+        shape = torch.tensor(parents, device=device)
+        self._tree = DraftTree(shape.new_zeros(len(seen), len(parents)), shape)
+        self._invalid = torch.zeros_like(seen, dtype=torch.bool)
+
+    def propose(self, longest: int) -> DraftTree:
+        """Return the trees behind texts, the longest of which has so many tokens."""
+        self._columns = min(self._columns, longest + self._most_pads)
+        self._session.reserve(self._columns, self._num_nodes)
+        token_ids, self._invalid = self._whole.propose()
+        return self._tree.with_token_ids(token_ids.to(self._tree.parents.device))
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the logits of the last drafts were numbers. Asked after the target's round this stops nothing."""
+        return not bool(self._invalid.any())
+
+    def update(self, token_ids: Tensor, num_tokens: Tensor) -> bool:
+        """Learn what was emitted; return False, having learned nothing, if it is more than a tree has levels."""
+        if token_ids.shape[1] > self._whole.most_pending:
+            return False
+        self._whole.settle(token_ids, num_tokens)
+        self._columns += token_ids.shape[1]
+        return True
+
+    def leave(self) -> Tensor:
+        """Let others go on with the session; return how many real tokens it has committed [B]."""
+        self._session.follow()
+        return self._session.cache.lengths - self._pads
+
+    def reorder(self, index: Tensor) -> None:
+        """Let row ``i`` continue what row ``index[i]`` was; between rounds."""
+        self._session.follow()
+        self._session.reorder(index)
+        self._whole.reorder(index)
+        self._pads = self._pads[index]
