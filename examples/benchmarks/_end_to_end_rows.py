@@ -34,7 +34,7 @@ POLICIES = ("deferred", "snapshots")
 _PASSES = 3
 _ENOUGH = 2.0  # seconds; no further pass behind them
 _LONG = 3.0  # seconds; a pass that takes so long needs no warm-up, beyond the preparation
-_FEW_TOKENS = 24  # where a generation is not timed as a whole
+_FEW_TOKENS = 24  # beside one tree, where a generation is not timed as a whole
 _SMALL = 32  # nodes that stores of a first, smaller tree have room for
 
 
@@ -187,7 +187,7 @@ class Bench:
             try:
                 few = way.has_draft_model or way.engine == "fla"
                 for number in range(len(self._work.prompts)) if not few else [0]:
-                    self._generate(way, number, new_tokens=_FEW_TOKENS if few else None)
+                    self._generate(way, number, new_tokens=_few_tokens(way) if few else None)
             except Exception as error:
                 self._broken[way] = _first_line(error)
 
@@ -299,7 +299,7 @@ class Bench:
         stats = [output.speculation for output in outputs]
         rounds = sum(s.rounds for s in stats)
         stopwatch = Stopwatch(self._drafter(way, 0))
-        self._generate(way, 0, new_tokens=_FEW_TOKENS, stopwatch=stopwatch)
+        self._generate(way, 0, new_tokens=_few_tokens(way), stopwatch=stopwatch)
         return {
             "rounds": rounds,
             "mean_accepted_length": sum(s.mean_accepted_length * s.rounds for s in stats) / rounds,
@@ -309,6 +309,11 @@ class Bench:
             "drafting_s": statistics.median(stopwatch.drafting[1:]),  # the first reads the prompt
             "verifying_s": statistics.median(stopwatch.verifying[1:]),
         }
+
+
+def _few_tokens(way: Way) -> int:
+    """Return for how many tokens some rounds draft whole trees: none is deeper than what is left of the text."""
+    return _FEW_TOKENS + len(way.tree)
 
 
 def _first_line(error: Exception) -> str:
