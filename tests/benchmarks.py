@@ -1,7 +1,8 @@
-"""The benchmarks, which are scripts, as modules."""
+"""The benchmarks, which are scripts, as modules, and a subject for their processes."""
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -21,3 +22,22 @@ def load_benchmark(name: str) -> ModuleType:
     finally:
         sys.path.remove(str(_FOLDER))
     return module
+
+
+class Counting:
+    """A subject for a process of its own: says how often it was asked, or fails as it is told."""
+
+    def __init__(self) -> None:
+        self._prepared: list[str] = []
+
+    def prepare(self, what: str) -> None:
+        if what == "slow":
+            time.sleep(1)
+        self._prepared.append(what)
+
+    def measure(self, what: str) -> dict[str, object]:
+        if what == "broken":
+            raise ValueError("so it is")
+        if what == "endless":
+            time.sleep(1000)
+        return {"what": what, "prepared": self._prepared}

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from _goals import Goal, table
+
 # Peers' times in microseconds a layer and round for chains, by batch and nodes: ReplaySSM (vLLM) on another H200 in
 # another run, with the layer of these rows and one round in five folding.
 REPLAYSSM = {
@@ -17,8 +19,8 @@ REPLAYSSM = {
 }
 
 
-def _goals(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[float], float, bool]]:
-    """Yield what is measured, its values, the bound, and whether that is one from above."""
+def _goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
+    """Yield the goals with what was measured."""
     timed = [row for row in rows if row["round_us"] is not None]
     deferred = [row for row in timed if row["policy"] == "deferred"]
     beside = [row for row in deferred if row["snapshots_us"] is not None]
@@ -52,14 +54,5 @@ def _goals(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[float], float
 
 def goal_table(rows: list[dict[str, Any]]) -> str:
     """Return a line a goal: the worst value of the policy "deferred", the goal, and whether it is reached."""
-    lines = [f"{'goal, by the worst of its rows':56} {'measured':>9} {'goal':>9}"]
-    for name, values, bound, from_above in _goals(rows):
-        goal = f"{'<=' if from_above else '>='} {bound:g}"
-        if not values:
-            lines.append(f"{name:56} {'-':>9} {goal:>9}  not run")
-            continue
-        worst = max(values) if from_above else min(values)
-        reached = worst <= bound if from_above else worst >= bound
-        lines.append(f"{name:56} {worst:9.2f} {goal:>9}  {'reached' if reached else 'not reached'}")
-    lines.append("ReplaySSM was measured in another run, on another GPU of the same kind (H200).")
-    return "\n".join(lines)
+    peers = "ReplaySSM was measured in another run, on another GPU of the same kind (H200)."
+    return f"{table(_goals(rows))}\n{peers}"

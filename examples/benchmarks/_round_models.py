@@ -31,6 +31,15 @@ _SHAPES = {
         "num_hidden_layers": 32,
         "num_key_value_heads": 4,
     },
+    "draft": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+    },
     "moe": {
         "vocab_size": 248320,
         "hidden_size": 2048,
@@ -56,6 +65,7 @@ _QUICK = {
 }
 _QUICK_SIZES = {
     "dense": {"intermediate_size": 48},
+    "draft": {"intermediate_size": 24},
     "moe": {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8},
 }
 
@@ -64,7 +74,8 @@ def random_model(kind: str, device: str, *, num_layers: int | None = None) -> Pr
     """Return a Qwen3.5 with random weights: on a GPU one of full size in bfloat16, on a CPU a tiny one.
 
     Args:
-        kind: "dense", of 4.35 billion parameters, or "moe", of 35 billion, 3 of which a token uses.
+        kind: "dense", of 4.35 billion parameters; "draft", of 0.81 billion, as one would draft for that one; or "moe",
+            of 35 billion, 3 of which a token uses.
         device: Where it lies.
         num_layers: How deep it is, if not as it should be.
     """
@@ -79,7 +90,7 @@ def random_model(kind: str, device: str, *, num_layers: int | None = None) -> Pr
     try:
         with torch.device(device):
             model: PreTrainedModel
-            if kind == "dense":
+            if kind != "moe":
                 model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape))
             else:
                 model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**shape))
