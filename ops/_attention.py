@@ -7,12 +7,17 @@ One softmax runs over both parts, so that the keys of the tree need not be writt
 accepted. The prefix of row b is the columns `prefix_start[b] <= c < prefix_start[b] + prefix_length[b]`: rows of one
 batch may have different lengths and different left padding, and their bounds stay on the device.
 
+With a window of w tokens a node sees the last w of its own text, which is the prefix and its path: siblings and cousins
+lie between the columns of a path but are not in its text. So node i at depth d_i sees of the prefix the columns
+c > prefix_start[b] + prefix_length[b] + d_i - w, and the ancestors j with d_j > d_i - w.
+
 Query head h uses key head h // (HQ / HKV); the queries of a group are rows of one product, so keys are never repeated.
 
 The reference masks cache columns outside the prefix by score: they weigh exactly 0, but their values are still
 multiplied by it, so that they may hold any finite numbers, and no NaN. On CUDA two kernels load the prefix alone: the
 first gives each of many programs a share of it, or the tree, and finds a softmax over that part, the second combines
-the parts (`_attention_kernel.py`). Their time follows from the length of the prefix, not from the room in the cache.
+the parts (`_attention_kernel.py`). Their time follows from the length of the prefix, or from the window if that is
+less, not from the room in the cache.
 """
 
 import importlib.util
@@ -32,6 +37,8 @@ if importlib.util.find_spec("triton") is not None:
 
     from treewy.ops._attention_kernel import tree_attention_merge_kernel, tree_attention_parts_kernel
 
+_WIDEST_WINDOW = 2**31 - 1  # kernels count columns in 32 bits
+
 
 def _reference(
     query: Tensor,
@@ -43,6 +50,7 @@ def _reference(
     prefix_length: Tensor,
     parents: Tensor,
     scale: float,
+    window: int,
 ) -> Tensor:
     dtype = torch.promote_types(torch.float32, query.dtype)
     batch, num_nodes, query_heads, head_dim = query.shape
@@ -60,9 +68,15 @@ def _reference(
     )
     scores = torch.cat([queries @ key_cache.to(dtype).transpose(2, 3), queries @ keys.transpose(2, 3)], dim=3) * scale
 
-    column = torch.arange(cache_length, device=query.device)
-    in_prefix = (column >= prefix_start[:, None]) & (column < (prefix_start + prefix_length)[:, None])  # [B, L]
-    visible = torch.cat([in_prefix[:, None].expand(-1, num_nodes, -1), ancestor_mask(parents)], dim=2)[:, None, None]
+    column = torch.arange(cache_length, device=query.device) - prefix_start[:, None]  # [B, L], in the prefix
+    of_prefix = ((column >= 0) & (column < prefix_length[:, None]))[:, None].expand(-1, num_nodes, -1)
+    of_tree = ancestor_mask(parents)
+    if window > 0:
+        depth = of_tree.sum(-1) - 1
+        behind = (depth - window)[:, :, None]  # [B, N, 1], in nodes behind the prefix
+        of_prefix = of_prefix & (column[:, None] > prefix_length[:, None, None] + behind)
+        of_tree = of_tree & (depth[:, None] > behind)
+    visible = torch.cat([of_prefix, of_tree], dim=2)[:, None, None]
     scores = scores.reshape(batch, key_heads, ratio, num_nodes, cache_length + num_nodes).masked_fill(
         ~visible, float("-inf")
     )
@@ -96,9 +110,12 @@ def _tree_attention(
     prefix_length: Tensor,
     parents: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     if not _kernels_apply(query, key, value, key_cache, value_cache):
-        return _reference(query, key, value, key_cache, value_cache, prefix_start, prefix_length, parents, scale)
+        return _reference(
+            query, key, value, key_cache, value_cache, prefix_start, prefix_length, parents, scale, window
+        )
     batch, num_nodes, query_heads, head_dim = query.shape
     grid, options = attention_options(query, key.shape[2])
     parts = options["PARTS"]
@@ -127,6 +144,7 @@ def _tree_attention(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         *parents.stride(),
+        WINDOW=min(window, _WIDEST_WINDOW),
         **options,
     )
     output = query.new_empty(query.shape)
@@ -159,6 +177,7 @@ def _(
     prefix_length: Tensor,
     parents: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -173,34 +192,39 @@ def tree_attention(
     prefix_length: Tensor,
     parents: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Attend from every node of a tree to the cached prefix, its ancestors and itself, leaving the cache as it is.
 
         o_i = sum_c softmax_c(scale q_i . k_c) v_c          over c in prefix, anc(i) and i
 
+    With a window these are the last tokens of the text that ends with node i, at most so many, itself included. A
+    column of the prefix is a token, a node counts by its depth.
+
     The softmax is in float32, in float64 for queries of float64. Query head h uses key head h // (HQ / HKV).
 
     On CUDA, kernels run where queries, keys, values and caches are all bfloat16, float16 or float32; float64 and
     mixtures take the reference. The kernels take up to 128 nodes and head dimensions up to 256, round the weights to
-    that dtype before they meet the values, and read of the caches the prefix alone.
+    that dtype before they meet the values, and read of the caches the prefix alone, of this what a window shows.
 
     Args:
         query: `[B, N, HQ, D]`, floating.
         key: `[B, N, HKV, D]`, floating.
         value: `[B, N, HKV, D]`, floating.
-        key_cache: `[B, HKV, L, D]`, floating; finite outside the prefix too, where the reference runs. Any strides will
-            do, of all tensors; without a copy on CUDA those in which the last dimension is dense.
+        key_cache: `[B, HKV, L, D]`, floating; finite where nothing is seen too, where the reference runs. Any strides
+            will do, of all tensors; without a copy on CUDA those in which the last dimension is dense.
         value_cache: `[B, HKV, L, D]`, likewise.
         prefix_start: `[B]`, integer: the first column of the prefix, in columns.
         prefix_length: `[B]`, integer: its length, in columns.
         parents: `[B, N]`, integer; -1 for a child of the prefix, `PADDING` for no node.
         scale: Factor of the scores, usually D ** -0.5.
+        window: How many tokens a node sees; 0 for all.
 
     Returns:
         `[B, N, HQ, D]` in the dtype of `query`; 0 for padding.
 
     Raises:
-        ValueError: A shape or dtype does not fit, or exceeds what the kernels take.
+        ValueError: A shape or dtype does not fit, or exceeds what the kernels take, or a window is negative.
 
     Example:
         Without a prefix a root sees only itself, and returns its own value.
@@ -232,7 +256,9 @@ def tree_attention(
     check_index("prefix_length", prefix_length)
     check_shape("parents", parents, "B, N", batch, num_nodes)
     check_index("parents", parents)
+    if window < 0:
+        raise ValueError(f"window is {window}, expected a number of tokens, or 0 for none")
     result: Tensor = _tree_attention(
-        query, key, value, key_cache, value_cache, prefix_start, prefix_length, parents, scale
+        query, key, value, key_cache, value_cache, prefix_start, prefix_length, parents, scale, window
     )
     return result

@@ -17,6 +17,10 @@ another one reads alone. `tree_attention_merge_kernel` adds the parts up.
 Rows of a product are pairs of node and query head that share a key head, node by node, so that a key is read once for
 all of them, and nodes that a tree does not have, which are mostly the last ones, make up whole tiles that read nothing.
 
+With a window, node i sees columns behind `length + depth(i) - WINDOW` of its row's prefix, and of its path the WINDOW
+nearest nodes, itself included. What comes before the windows of all nodes of a tile is cut off its prefix before this
+is shared out, so that time follows from the window. Without one (`WINDOW = 0`) nothing of that is compiled.
+
 Scores are in units of log 2, `scale` holding the factor, since `exp2` is what the hardware has.
 """
 
@@ -43,20 +47,39 @@ def take_columns(query, key, value, visible, greatest, total, values, scale):
 
 
 @triton.jit
-def mark_paths(parents_ptr, parents_node_stride, node, parent, present):
-    """Return two words that mark which of nodes 0 to 63 and 64 to 127 are the given node or its ancestors."""
+def mark_paths(parents_ptr, parents_node_stride, node, parent, present, WINDOW: tl.constexpr):
+    """Return two words that mark which of nodes 0 to 63 and 64 to 127 are the given node or its ancestors.
+
+    Of a path longer than a window they mark the last WINDOW nodes.
+    """
     one = tl.full(node.shape, 1, tl.int64)
     bit = one << (node & 63).to(tl.int64)
     low, high = tl.where(present & (node < 64), bit, 0), tl.where(present & (node >= 64), bit, 0)
     current = tl.where(present, parent, -1)
+    steps = 0
     while tl.max(current, 0) >= 0:
         for _ in tl.static_range(4):  # a look whether all have arrived takes longer than a step
+            if WINDOW > 0:
+                steps += 1
+                current = tl.where(steps < WINDOW, current, -1)
             on_path = current >= 0
             bit = one << (current & 63).to(tl.int64)
             low = tl.where(on_path & (current < 64), low | bit, low)
             high = tl.where(current >= 64, high | bit, high)
             current = tl.load(parents_ptr + current * parents_node_stride, mask=on_path, other=-1).to(tl.int32)
     return low, high
+
+
+@triton.jit
+def count_ancestors(parents_ptr, parents_node_stride, parent):
+    """Return the depths of the nodes that have the given parents."""
+    depth = tl.zeros(parent.shape, tl.int32)
+    while tl.max(parent, 0) >= 0:
+        for _ in tl.static_range(4):
+            on_path = parent >= 0
+            depth += on_path.to(tl.int32)
+            parent = tl.load(parents_ptr + parent * parents_node_stride, mask=on_path, other=-1).to(tl.int32)
+    return depth
 
 
 @triton.jit
@@ -99,6 +122,7 @@ def tree_attention_parts_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     part, key_head = tl.program_id(0), (tl.program_id(1) % KEY_HEADS).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -119,14 +143,22 @@ def tree_attention_parts_kernel(
     query_ptr += row * query_row_stride
     query_place = node.to(tl.int64) * query_node_stride + head * query_head_stride
     query = tl.load(query_ptr + query_place[:, None] + d[None, :], mask=present[:, None] & in_head, other=0.0)
-    # Where the columns of this part lie, and in two words which of the first 128 a row sees; of a prefix it sees all.
+    # Where the columns of this part lie, and in two words which of the first 128 a row sees; of a prefix it sees all,
+    # within a window all from `begin` on.
     if part == PARTS - 1:
         first, stop = 0, last + 1
-        low, high = mark_paths(parents_ptr, parents_node_stride, node, parent, present)
+        low, high = mark_paths(parents_ptr, parents_node_stride, node, parent, present, WINDOW)
+        if WINDOW > 0:
+            begin = tl.zeros([ROWS], tl.int32)
         key_ptr += row * key_row_stride + key_head * key_head_stride
         value_ptr += row * value_row_stride + key_head * value_head_stride
         key_stride, value_stride = tl.cast(key_node_stride, tl.int64), tl.cast(value_node_stride, tl.int64)
     else:
+        if WINDOW > 0:
+            begin = length + 1 - WINDOW + count_ancestors(parents_ptr, parents_node_stride, parent)
+            unseen = tl.min(tl.where(present, begin, length), 0)
+            unseen = tl.minimum(tl.maximum(unseen, 0), length)
+            start, length, begin = start + unseen, length - unseen, begin - unseen
         blocks = tl.cdiv(length, COLUMNS)
         first = (part * blocks // (PARTS - 1)) * COLUMNS
         stop = tl.minimum(((part + 1) * blocks // (PARTS - 1)) * COLUMNS, length)
@@ -152,6 +184,8 @@ def tree_attention_parts_kernel(
         value = tl.load(value_ptr + block * value_stride + value_place, mask=loaded, other=0.0)
         word = (tl.where(block < 64, low, high) >> (block & 63)).to(tl.int32)
         visible = exists[None, :] & ((word[:, None] >> column[None, :]) & 1 != 0)
+        if WINDOW > 0:
+            visible = visible & (block + column[None, :] >= begin[:, None])
         greatest, total, values = take_columns(query, key, value, visible, greatest, total, values, scale)
 
     result = ((row * num_nodes + node) * (KEY_HEADS * RATIO) + head) * PARTS + part

@@ -63,12 +63,14 @@ class TreePrefix:
         length: Columns of each row [B].
         keys: Cache of each attention layer [B, HKV, L, D], by its index.
         values: Likewise.
+        windows: How many tokens the mask of each attention layer shows, likewise; None for all.
     """
 
     start: Tensor
     length: Tensor
     keys: Mapping[int, Tensor]
     values: Mapping[int, Tensor]
+    windows: Mapping[int, int | None]
 
 
 @dataclass(frozen=True)
@@ -303,17 +305,22 @@ class _AttentionShim:
         ) -> Any:
             if treewy_parents is None or treewy_prefix is None:
                 return original(module, query, key, value, *args, **kwargs)
-            # Raised here it would be Dynamo's; a pass names the layer as well.
-            more = ", ".join(f"{name}={kwargs[name]}" for name in _NOT_IN_TREES if kwargs.get(name) is not None)
             index: Any = module.layer_idx
+            # Raised here it would be Dynamo's; a pass names the layer as well.
+            more = [f"{name}={kwargs[name]}" for name in _NOT_IN_TREES if kwargs.get(name) is not None]
+            window, shown = kwargs.get("sliding_window"), treewy_prefix.windows[index]
+            # The mask decides in transformers, whose functions ignore the window if they take a mask.
+            if window != shown or (window is not None and window < 1):
+                more.append(f"sliding_window={window} where its mask shows {'all' if shown is None else shown} tokens")
             keys, values = treewy_prefix.keys[index], treewy_prefix.values[index]
             prefix = (keys, values, treewy_prefix.start, treewy_prefix.length)
-            return attention_marker(query, key, value, *prefix, treewy_parents, kwargs["scaling"], more), None
+            numbers = kwargs["scaling"], window if isinstance(window, int) else 0
+            return attention_marker(query, key, value, *prefix, treewy_parents, *numbers, ", ".join(more)), None
 
         return attention
 
 
-_NOT_IN_TREES = ("sliding_window", "softcap", "s_aux")
+_NOT_IN_TREES = ("softcap", "s_aux")
 _SHIMS: dict[str, Callable[[Any], Any]] = {
     _CONVOLUTION: _convolution_shim,
     **dict.fromkeys(_RULES, _rule_shim),

@@ -1,12 +1,13 @@
 """The pass that attends from nodes to the cached prefix and to their own ancestors: the tree-mask rewrite.
 
-    before   output = attention_marker(query, key, value, key_cache, value_cache, start, length, parents, scale, more)
+    before   output = attention_marker(
+                 query, key, value, key_cache, value_cache, start, length, parents, scale, window, more)
 
-    after    output = tree_attention(query, key, value, key_cache, value_cache, start, length, parents, scale)
+    after    output = tree_attention(query, key, value, key_cache, value_cache, start, length, parents, scale, window)
 
-Nothing is left of masks: which columns and which nodes a node sees follows from `start`, `length` and `parents`. These
-are tensors on the device, so that one graph serves every tree. Nor are keys and values of nodes written into the cache
-before some of them are accepted; they are handed out.
+Nothing is left of masks: which columns and which nodes a node sees follows from `start`, `length` and `parents`, and
+from the layer's window, a number or 0 for none. The three are tensors on the device, so that one graph serves every
+tree. Nor are keys and values of nodes written into the cache before some of them are accepted; they are handed out.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ def attend_to_ancestors(tree: TreeGraph, layer: AttentionLayerInfo, call: Node) 
         call: The marker.
 
     Raises:
-        ValueError: If the layer asks for more than a softmax over what it sees.
+        ValueError: If the layer asks for more than a softmax over what it sees, or for another window than its mask's.
     """
     arguments: tuple[Any, ...] = call.args
     nodes, prefix_and_tree, more = arguments[:3], arguments[3:-1], arguments[-1]

@@ -54,11 +54,12 @@ def attention_marker(
     prefix_length: Tensor,
     parents: Tensor,
     scale: float,
+    window: int,
     more: str,
 ) -> Tensor:
     """Stand for the attention of nodes [B, H, N, D] to a cached prefix and to each other; returns [B, N, H, D].
 
-    ``more`` says what else the layer asks for.
+    ``window`` is how many tokens of its own text a node sees, 0 for all; ``more`` says what else the layer asks for.
     """
     _not_replaced("attention")
 

@@ -15,14 +15,19 @@ def attention_call(
     key_heads: int = 2,
     ratio: int = 3,
     seed: int = 0,
+    window: int = 0,
 ) -> AttentionInputs:
-    """Trees behind prefixes of the given lengths, which begin 5 columns later in each row than in the one before it."""
+    """Trees behind prefixes of the given lengths, which begin 5 columns later in each row than in the one before it.
+
+    Of a prefix a node at depth 0 sees one column less than the window has, and no node more.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch, num_nodes = len(parents), len(parents[0])
     tree, length = torch.tensor(parents), torch.tensor(lengths)
     start = 5 * torch.arange(batch)
     column = torch.arange(int((start + length).max()) + 7)
-    outside = (column < start[:, None]) | (column >= (start + length)[:, None])
+    seen = length.clamp(max=window - 1) if window else length
+    outside = (column < (start + length - seen)[:, None]) | (column >= (start + length)[:, None])
     absent = (tree == PADDING)[:, :, None, None]
 
     def normal(*shape: int) -> torch.Tensor:
@@ -44,4 +49,5 @@ def attention_call(
         prefix_length=length,
         parents=tree,
         scale=head_dim**-0.5,
+        window=window,
     )

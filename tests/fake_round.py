@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from fake_cuda import fake_cuda, obstacle
 from fake_inductor import SETTINGS, h200
-from models import BITWISE_EXPERTS, COMPILED_FAMILIES, MIXTURES, plain_model, random_tokens
+from models import BITWISE_EXPERTS, FAMILIES, MIXTURES, plain_model, random_tokens
 from treewy._compiled_forward import CompiledForward
 from treewy._session import Session
 from treewy._static_stores import StaticStores
@@ -164,7 +164,7 @@ def look_at_round(name: str, model: PreTrainedModel) -> Round:
         return SimpleNamespace(**{name: fake_cuda((getattr(thing, name),), mode)[0] for name in names})
 
     cache: Any = on_gpu(session.cache, "lengths", "next_position")
-    cache.layers = session.cache.layers
+    cache.layers, cache.windows = session.cache.layers, session.cache.windows
     cache.state_layers = [on_gpu(layer, "state", "window") for layer in session.cache.state_layers]
     cache.key_value_layers = [on_gpu(layer, "keys", "values") for layer in session.cache.key_value_layers]
     model._apply(lambda tensor: fake_cuda((tensor,), mode)[0])
@@ -192,7 +192,7 @@ def _main() -> None:
         print(json.dumps({"skip": reason}))
         return
     results = {}
-    for name in (*COMPILED_FAMILIES, FORBIDDEN):
+    for name in (*FAMILIES, FORBIDDEN):
         model = tiny_model("qwen3_next" if name == FORBIDDEN else name).to(DTYPES.get(name, torch.bfloat16))
         seen = look_at_round(name, model)
         results[name] = {"graphs": seen.graphs, "obstacles": seen.obstacles}

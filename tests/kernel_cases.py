@@ -41,10 +41,13 @@ def _kv_commit(num_nodes: int, head_dim: int) -> Case:
     return ops.tree_kv_commit_, (keys, values, _tensor(2), _tensor(2), _tensor(2, num_nodes), _tensor(2))
 
 
-def _attention(num_nodes: int, head_dim: int, dtype: torch.dtype = BFLOAT16, *, batch: int = 2) -> Case:
+def _attention(
+    num_nodes: int, head_dim: int, dtype: torch.dtype = BFLOAT16, *, batch: int = 2, window: int = 0
+) -> Case:
     query, key, value = (_tensor(batch, num_nodes, heads, head_dim, dtype=dtype) for heads in (16, 4, 4))
     cache = _tensor(batch, 4, 4096, head_dim, dtype=dtype)
-    return ops.tree_attention, (query, key, value, cache, cache, *(_tensor(batch),) * 2, _tensor(batch, num_nodes), 0.1)
+    rows = *(_tensor(batch),) * 2, _tensor(batch, num_nodes)
+    return ops.tree_attention, (query, key, value, cache, cache, *rows, 0.1, window)
 
 
 def _nodes(batch: int, num_nodes: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -115,6 +118,9 @@ CASES = {
     "attention, 256": _attention(16, 256),
     "attention, 256, 48 nodes, many rows": _attention(48, 256, batch=40),
     "attention, 256, 2 nodes": _attention(2, 256),
+    "attention, 128, window": _attention(16, 128, window=512),
+    "attention, 256, window": _attention(16, 256, window=512),
+    "attention, 128, float32, window": _attention(16, 128, FLOAT32, window=512),
     "attention, 256, float16": _attention(16, 256, torch.float16),
     "attention, 64, float32": _attention(16, 64, FLOAT32),
     "attention, 128, float32": _attention(16, 128, FLOAT32),

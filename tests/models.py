@@ -41,9 +41,6 @@ ALL_FAMILIES = (
 FAMILIES = tuple(name for name in ALL_FAMILIES if name != "lara_mini" or hasattr(transformers, "LaraMiniConfig"))
 """Families of targets. LARA came to transformers behind the oldest version that is supported."""
 
-COMPILED_FAMILIES = tuple(name for name in FAMILIES if name != "lara_mini")
-"""Those without sliding windows."""
-
 MIXTURES = tuple(name for name in FAMILIES if "moe" in name or name == "lara_mini")
 """Those with experts."""
 
@@ -232,6 +229,25 @@ def draft_with_embeddings_of(
     draft.get_input_embeddings().weight.copy_(target.get_input_embeddings().weight)
     draft.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight)
     return draft
+
+
+def hide_attention(model: PreTrainedModel, layer_idx: int) -> None:
+    """Let a layer's attention come from a class whose code asks transformers for nothing."""
+    attention = model.model.layers[layer_idx].self_attn
+
+    class Hidden(type(attention)):  # type: ignore[misc]
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return super().forward(*args, **kwargs)
+
+    attention.__class__ = Hidden
+
+
+def set_window(model: PreTrainedModel, window: int) -> None:
+    """Give the layers of a LARA that have a sliding window another one."""
+    model.config.sliding_window = window
+    for module in model.modules():
+        if getattr(module, "sliding_window", None) is not None:
+            module.sliding_window = window
 
 
 def random_tokens(*shape: int, seed: int) -> Tensor:

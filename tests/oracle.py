@@ -173,10 +173,11 @@ def attention(
     prefix_length: Tensor,
     parents: Tensor,
     scale: float,
+    window: int = 0,
     *,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Attend from each node and head to the sequence that ends with the node."""
+    """Attend from each node and head to the sequence that ends with the node, or to the last tokens of it."""
     result = torch.zeros_like(query, dtype=dtype)
     ratio = query.shape[2] // key.shape[2]
     for row, row_parents in enumerate(parents.tolist()):
@@ -185,10 +186,12 @@ def attention(
             nodes = path(row_parents, node)
             if not nodes:
                 continue
+            text = stop - start + len(nodes)
+            seen = slice(max(text - window, 0) if window else 0, text)
             for head in range(query.shape[2]):
                 group = head // ratio
-                keys = torch.cat([key_cache[row, group, start:stop], key[row, nodes, group]]).to(dtype)
-                values = torch.cat([value_cache[row, group, start:stop], value[row, nodes, group]]).to(dtype)
+                keys = torch.cat([key_cache[row, group, start:stop], key[row, nodes, group]])[seen].to(dtype)
+                values = torch.cat([value_cache[row, group, start:stop], value[row, nodes, group]])[seen].to(dtype)
                 weights = torch.softmax(keys @ query[row, node, head].to(dtype) * scale, 0)
                 result[row, node, head] = weights @ values
     return result

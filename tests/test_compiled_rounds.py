@@ -19,7 +19,16 @@ from transformers import PreTrainedModel
 
 import treewy
 from knowing_drafter import KnowingDrafter
-from models import COMPILED_FAMILIES, FAMILIES, fresh_model, greedy, left_padded, plain_model, random_tokens
+from models import (
+    FAMILIES,
+    fresh_model,
+    greedy,
+    hide_attention,
+    left_padded,
+    plain_model,
+    random_tokens,
+    set_window,
+)
 from scripted_stores import MIXED, StoresFollow, play_script
 from test_generate_equality import speculative
 from tolerances import STORES_FLOAT32, relative_error
@@ -57,7 +66,7 @@ class CompiledStoresFollow(StoresFollow):
 
 @pytest.mark.parametrize(
     ("family", "commit"),
-    [(family, "deferred") for family in COMPILED_FAMILIES] + [("qwen3_next", "fused"), ("olmo_hybrid", "fused")],
+    [(family, "deferred") for family in FAMILIES] + [("qwen3_next", "fused"), ("olmo_hybrid", "fused")],
 )
 def test_stores_equal_a_token_by_token_run_after_every_round(family: str, commit: str) -> None:
     """Of rows that accept everything, nothing and parts in the same round, and of rows that have ended."""
@@ -123,14 +132,30 @@ def test_inductor_gives_the_same_tokens() -> None:
     assert output.speculation.mean_accepted_length > 1.8
 
 
-def test_sliding_windows_are_refused_by_name() -> None:
+@pytest.mark.parametrize("window", [3, 2**62])
+def test_the_text_of_a_model_with_sliding_windows_is_its_plain_one(window: int) -> None:
+    """Of rows that accept differently, behind pads, with windows that end within a tree and before all."""
     if "lara_mini" not in FAMILIES:
         pytest.skip("LARA came to transformers behind the oldest version that is supported")
     model = fresh_model("lara_mini")
-    with pytest.raises(ValueError, match=r"layer \d .* sliding window.*backend='eager'"):
+    set_window(model, window)
+    prompt, mask = left_padded([9, 4, 6], seed=2)
+    plain = greedy(model, prompt, mask, 40)
+    texts = [row[pads:].tolist() for row, pads in zip(plain, (mask == 0).sum(dim=1), strict=True)]
+    treewy.compile(model, backend="aot_eager")
+    drafter = KnowingDrafter(texts, (5, 0, 2), depth=5)
+    output = speculative(model, prompt, mask, max_new_tokens=34, drafter=drafter)
+    assert output.sequences.tolist() == plain[:, :-6].tolist()
+    assert output.speculation.mean_accepted_length > 2
+
+
+def test_a_layer_whose_attention_cannot_be_seen_is_refused_by_name() -> None:
+    model = fresh_model("qwen3_next")
+    hide_attention(model, 3)
+    with pytest.raises(ValueError, match=r"layer 3 of Qwen3NextForCausalLM does not ask.*backend='eager'"):
         treewy.compile(model, backend="aot_eager")
-    treewy.compile(model)
-    assert speculative(model, *left_padded([5], seed=1), max_new_tokens=5, prompt_lookup_num_tokens=2) is not None
+    prompt = random_tokens(1, 6, seed=1)
+    assert compiled_text(treewy.compile(model), prompt) == plain_text(plain_model("qwen3_next"), prompt)
 
 
 @pytest.mark.parametrize("commit", ["immediate", "snapshots"])

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import treewy
 from compiled_calls import cuda_calls
 from knowing_drafter import KnowingDrafter
-from models import COMPILED_FAMILIES, VOCAB_SIZE, fresh_model, left_padded
+from models import FAMILIES, VOCAB_SIZE, fresh_model, left_padded
 from treewy import _compiled_forward
 from treewy._compiled_session import CompiledSession, CompiledTarget
 from treewy.testing import check_equivalence
@@ -28,7 +28,7 @@ def plain_texts(model: Any, prompt: Tensor, mask: Tensor, num_tokens: int) -> tu
 
 
 @pytest.mark.parametrize("commit", ["deferred", "fused"])
-@pytest.mark.parametrize("family", COMPILED_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_captured_rounds_give_the_plain_text(family: str, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that accept everything, nothing and parts, also where keys and values grow; nothing is compiled again."""
     monkeypatch.setattr("treewy._static_stores._COLUMNS", 64)

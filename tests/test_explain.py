@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import treewy
 from api_models import model_snapshot, modeling_globals, process_state
-from models import FAMILIES, fresh_model, plain_model, random_tokens
+from models import fresh_model, hide_attention, plain_model, random_tokens
 from test_refused_families import MAKERS
 from treewy import _compiled_forward
 from treewy._compiled_forward import CompiledForward
@@ -91,11 +91,10 @@ def test_a_notebook_gets_the_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_compiled_backends_refuse_is_explained_with_their_reason() -> None:
-    if "lara_mini" not in FAMILIES:
-        pytest.skip("LARA came to transformers behind the oldest version that is supported")
-    model = plain_model("lara_mini")
+    model = fresh_model("qwen3_next")
+    hide_attention(model, 3)
     explanation = treewy.explain(model)
-    with pytest.raises(ValueError, match="sliding window") as refusal:
+    with pytest.raises(ValueError, match=r"layer 3 .* cannot see it") as refusal:
         treewy.compile(model, backend="inductor")
     assert explanation.refused is None
     assert explanation.not_compilable == str(refusal.value)

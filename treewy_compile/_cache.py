@@ -248,6 +248,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         """The attention layers."""
         return [layer for layer in self.layers if isinstance(layer, KeyValueLayer)]
 
+    @property
+    def windows(self) -> list[int | None]:
+        """How many tokens each attention layer's mask shows; None for all."""
+        return [self._config.sliding_window if layer.is_sliding else None for layer in self.key_value_layers]
+
     def start_rows(self, mask: Tensor, next_position: Tensor) -> None:
         """Note what prefill committed.
 

@@ -57,6 +57,7 @@ class StaticStores:
                 x.new_zeros(len(attention_layers), *x.shape[:2], 0, x.shape[3])
                 for x in (keys, cache.key_value_layers[0].values)
             )
+        self._shown = {layer.layer_idx: window for layer, window in zip(attention_layers, cache.windows, strict=True)}
         self._slots = torch.arange(batch, device=device)
         self._start, self.lengths, self._length = (torch.zeros_like(cache.lengths) for _ in range(3))
         self.next_position = torch.zeros_like(cache.next_position)
@@ -95,7 +96,7 @@ class StaticStores:
             }
 
     def fits(self, cache: TreeCache, num_nodes: int) -> bool:
-        """Tell whether these are stores for the rows, shapes and dtypes of a cache, and for so many nodes."""
+        """Tell whether these are stores for the rows, shapes, dtypes and windows of a cache, and for so many nodes."""
         theirs, ours = [cache.next_position], [self.next_position]
         for state_layer in cache.state_layers[:1]:
             theirs += [state_layer.state, state_layer.window]
@@ -104,7 +105,7 @@ class StaticStores:
             theirs += [layer.keys[:, :, :0], layer.values[:, :, :0]]
             ours += [self._keys[0, :, :, :0], self._values[0, :, :, :0]]
         same = all(_kind(a) == _kind(b) for a, b in zip(ours, theirs, strict=True))
-        return same and self.num_nodes >= num_nodes
+        return same and list(self._shown.values()) == cache.windows and self.num_nodes >= num_nodes
 
     @property
     def num_bytes(self) -> int:
@@ -185,7 +186,8 @@ class StaticStores:
             torch._dynamo.mark_dynamic(pool, 3)
             for tensor in by_layer[-1].values():
                 torch._dynamo.mark_dynamic(tensor, 2)
-        self.prefix = TreePrefix(self._start, self._length, *by_layer)
+        keys, values = by_layer
+        self.prefix = TreePrefix(self._start, self._length, keys, values, self._shown)
         return True
 
     def take_in(self, handed_out: HandedOut) -> None:

@@ -187,6 +187,13 @@ OPERATORS = [
         (_KERNELS + "test_windows_advance_along_the_path_and_nothing_else_does",),
     ),
     Fault(
+        "a window over a path counts the nodes of the tree, not depths",
+        "ops/_attention.py",
+        "depth = of_tree.sum(-1) - 1",
+        "depth = torch.arange(num_nodes, device=query.device).expand_as(parents)",
+        ("tests/ops/test_attention.py::test_equals_attention_over_each_path",),
+    ),
+    Fault(
         "a commit of keys and values takes the depth of a node for its index",
         "ops/_kv_commit.py",
         "source = (first[:, None] + node)",

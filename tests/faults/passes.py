@@ -110,6 +110,27 @@ PASSES = [
         (_REFUSED,),
     ),
     Fault(
+        "a compiled attention has no window",
+        "passes/_anchors.py",
+        'kwargs["scaling"], window if isinstance(window, int) else 0',
+        'kwargs["scaling"], 0',
+        (_REWRITTEN + "[lara_mini]",),
+    ),
+    Fault(
+        "a window that is not its mask's goes unseen",
+        "passes/_anchors.py",
+        "if window != shown or (window is not None and window < 1):",
+        "if window is not None and window < 1:",
+        (_BACKEND + "test_a_window_that_is_not_its_masks_is_refused_by_name[6-7]",),
+    ),
+    Fault(
+        "stores serve a model whose window has changed",
+        "treewy_compile/_static_stores.py",
+        "return same and list(self._shown.values()) == cache.windows and",
+        "return same and",
+        (_BACKEND + "test_stores_do_not_serve_masks_that_show_another_number_of_tokens",),
+    ),
+    Fault(
         "the write that a pass drops is left in the graph",
         "passes/_graph.py",
         "        uses[0].replace_all_uses_with(store)\n        self.graph.erase_node(uses[0])\n",

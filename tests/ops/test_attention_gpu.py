@@ -35,6 +35,9 @@ SIZES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[int, ...], dict[str, i
 FIRST = (widths(2, 3), PADDED, random_tree(9, 1)), (70, 600, 5)
 SECOND = (chain(9), random_tree(9, 2), (PADDING,) * 9), (605, 3, 44)
 
+WINDOWS = [1, 3, 40, 600, 2**40]
+"""Of one token, less than trees are deep, about a block of columns, about a prefix, and more than there is."""
+
 
 def on_gpu(inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs(*(x.cuda() if isinstance(x, Tensor) else x for x in inputs))
@@ -49,16 +52,17 @@ def in_float64(inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs(*(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs))
 
 
-def drawn(size: str, dtype: torch.dtype) -> AttentionInputs:
+def drawn(size: str, dtype: torch.dtype, window: int = 0) -> AttentionInputs:
     parents, lengths, heads = SIZES[size]
-    return attention_call(parents, lengths, dtype=dtype, **heads)
+    return attention_call(parents, lengths, dtype=dtype, window=window, **heads)
 
 
 @pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize("window", [0, *WINDOWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_kernels_are_as_exact_as_the_reference(size: str, dtype: torch.dtype) -> None:
-    inputs = drawn(size, dtype)
+def test_the_kernels_are_as_exact_as_the_reference(size: str, dtype: torch.dtype, window: int) -> None:
+    inputs = drawn(size, dtype, window)
     exact = ops.tree_attention(*in_float64(finite(inputs)))
     result = ops.tree_attention(*on_gpu(inputs))
     assert result.is_contiguous()
@@ -71,6 +75,17 @@ def test_the_kernels_are_as_exact_as_the_reference(size: str, dtype: torch.dtype
 def test_float64_is_computed_in_float64() -> None:
     inputs = in_float64(finite(drawn("padded, odd width", torch.float32)))
     assert relative_error(ops.tree_attention(*on_gpu(inputs)).cpu(), ops.tree_attention(*inputs)) <= FLOAT64_PAIR
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", ["16 nodes", "128 nodes"])
+def test_a_window_shares_out_no_more_than_a_prefix_that_begins_with_it(size: str, dtype: torch.dtype) -> None:
+    """It gives the same bits."""
+    window, inputs = 100, on_gpu(drawn(size, dtype))
+    unseen = (inputs.prefix_length - window + 1).clamp(min=0)
+    cut = {"prefix_start": inputs.prefix_start + unseen, "prefix_length": inputs.prefix_length - unseen}
+    inputs = inputs._replace(window=window)
+    assert torch.equal(ops.tree_attention(*inputs), ops.tree_attention(*inputs._replace(**cut)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -113,8 +128,9 @@ def test_a_pool_may_be_larger_than_32_bits_can_address() -> None:
     assert torch.equal(ops.tree_attention(*far), ops.tree_attention(*inputs))
 
 
-def test_a_row_gives_the_bits_that_it_gives_among_others() -> None:
-    inputs, others = (on_gpu(attention_call(*call, dtype=torch.bfloat16)) for call in (FIRST, SECOND))
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_row_gives_the_bits_that_it_gives_among_others(window: int) -> None:
+    inputs, others = (on_gpu(attention_call(*call, dtype=torch.bfloat16, window=window)) for call in (FIRST, SECOND))
     whole = ops.tree_attention(*inputs)
     assert torch.equal(whole, ops.tree_attention(*inputs))
     for row in range(3):
@@ -140,24 +156,27 @@ def test_the_kernels_refuse_what_they_cannot_take(nodes: int, head_dim: int) -> 
         ops.tree_attention(*inputs)
 
 
+@pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_opcheck(dtype: torch.dtype) -> None:
-    inputs = finite(on_gpu(attention_call(*FIRST, dtype=dtype)))
+def test_opcheck(dtype: torch.dtype, window: int) -> None:
+    inputs = finite(on_gpu(attention_call(*FIRST, dtype=dtype, window=window)))
     torch.library.opcheck(torch.ops.treewy.tree_attention.default, tuple(inputs))
 
 
+@pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_it_gives_the_numbers_of_eager(dynamic: bool) -> None:
+def test_compiled_it_gives_the_numbers_of_eager(dynamic: bool, window: int) -> None:
     """Not the bits: what a compiler knows of strides may change the order of sums."""
     compiled = torch.compile(ops.tree_attention, fullgraph=True, dynamic=dynamic)
     for call in (FIRST, SECOND):
-        inputs = on_gpu(attention_call(*call, dtype=torch.bfloat16))
+        inputs = on_gpu(attention_call(*call, dtype=torch.bfloat16, window=window))
         assert relative_error(compiled(*inputs), ops.tree_attention(*inputs)) <= BFLOAT16_PAIR
 
 
+@pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_captured_graph_replays_for_other_trees_and_lengths(dtype: torch.dtype) -> None:
-    inputs, others = (on_gpu(attention_call(*call, dtype=dtype)) for call in (FIRST, SECOND))
+def test_a_captured_graph_replays_for_other_trees_and_lengths(dtype: torch.dtype, window: int) -> None:
+    inputs, others = (on_gpu(attention_call(*call, dtype=dtype, window=window)) for call in (FIRST, SECOND))
     ops.tree_attention(*inputs)  # compiles the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

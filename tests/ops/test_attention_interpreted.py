@@ -40,9 +40,11 @@ def assert_equals_oracle(inputs: AttentionInputs, parts: int = 64) -> None:
 
 
 @given(op_cases(max_prefix=0), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_equals_attention_over_each_path_whatever_padding_holds(case: OpCase, data: st.DataObject) -> None:
     lengths = tuple(data.draw(st.integers(0, 4 * BLOCK), label="length") for _ in case.parents)
+    about_a_length = st.builds(lambda length, more: max(length + more, 1), st.sampled_from(lengths), st.integers(-3, 9))
+    windows = st.one_of(st.sampled_from([0, 1, 2, 3, 2**31, 2**63 - 1]), st.integers(1, 4 * BLOCK), about_a_length)
     inputs = attention_call(
         case.parents,
         lengths,
@@ -50,6 +52,7 @@ def test_equals_attention_over_each_path_whatever_padding_holds(case: OpCase, da
         key_heads=case.key_heads,
         ratio=case.value_heads // case.key_heads,
         seed=case.seed,
+        window=data.draw(windows, label="window"),
     )
     assert_equals_oracle(inputs, data.draw(st.sampled_from([2, 4, 8]), label="parts"))
 
@@ -60,9 +63,10 @@ def test_prefixes_that_end_at_a_block_before_it_and_behind_it(parts: int) -> Non
     assert_equals_oracle(attention_call((widths(2, 2),) * len(lengths), lengths, key_heads=1, ratio=2), parts)
 
 
-def test_shares_of_several_blocks_which_are_not_all_of_one_size() -> None:
+@pytest.mark.parametrize("window", [0, 1, 2, BLOCK, 5 * BLOCK + 3, 11 * BLOCK])
+def test_shares_of_several_blocks_which_are_not_all_of_one_size(window: int) -> None:
     lengths = (11 * BLOCK - 5, 6 * BLOCK, 17)
-    assert_equals_oracle(attention_call((widths(3),) * 3, lengths, key_heads=1), 4)
+    assert_equals_oracle(attention_call((widths(3),) * 3, lengths, key_heads=1, window=window), 4)
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8])
@@ -91,6 +95,38 @@ TREES = {
 @pytest.mark.parametrize("tree", TREES)
 def test_trees(tree: str) -> None:
     assert_equals_oracle(attention_call(TREES[tree], (40, 3, 50)[: len(TREES[tree])]), 4)
+
+
+@pytest.mark.parametrize(
+    ("tree", "window"),
+    [
+        *(("chain of 70", window) for window in (1, 6, 66, 90)),
+        ("any node may be the parent", 3),
+        ("tiles of padding", 40),
+    ],
+)
+def test_windows_that_end_within_a_tree_or_before_it(tree: str, window: int) -> None:
+    """Of whose nodes some tiles see nothing of the prefix, and some nodes of a tile less than others."""
+    assert_equals_oracle(attention_call(TREES[tree], (40, 3)[: len(TREES[tree])], key_heads=1, window=window), 4)
+
+
+def test_a_window_shares_out_no_more_than_a_prefix_that_begins_with_it() -> None:
+    """It gives the same bits."""
+    window, inputs = 70, attention_call((chain(12), random_tree(12, 1)), (300, 77))
+    unseen = inputs.prefix_length - window + 1
+    cut = {"prefix_start": inputs.prefix_start + unseen, "prefix_length": inputs.prefix_length - unseen}
+    inputs = inputs._replace(window=window)
+    assert torch.equal(attend(inputs, 4), attend(inputs._replace(**cut), 4))
+
+
+def test_a_column_that_a_node_does_not_see_changes_no_bit_of_it() -> None:
+    length, column, window = 90, 60, 40
+    inputs = attention_call((chain(20),), (length,), window=window)
+    changed = inputs._replace(value_cache=inputs.value_cache.index_fill(2, torch.tensor(column), 9.0))
+    num_seeing = window - (length - column)  # a node's depth is its number
+    before, after = attend(inputs, 4)[0], attend(changed, 4)[0]
+    assert torch.equal(before[num_seeing:], after[num_seeing:])
+    assert (before != after).flatten(1).any(-1)[:num_seeing].all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -39,6 +39,8 @@ KNOWN_SPILLS = {
     ("attention, 256", 90): 44,
     ("attention, 256", 100): 196,
     ("attention, 256, 48 nodes, many rows", 100): 140,
+    ("attention, 256, window", 90): 152,
+    ("attention, 256, window", 100): 180,
     ("attention, 256, float16", 90): 44,
     ("attention, 256, float16", 100): 196,
     ("attention, 256, float32", 80): 124,

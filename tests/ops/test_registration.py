@@ -69,7 +69,7 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
         return (pool, -pool, torch.arange(batch) * 2, torch.arange(batch), solve.parents, accepted)
     if name == "tree_snapshots":
         return tuple(snapshot_inputs(case, dtype, num_earlier=len(case.prefix_parents)))
-    return tuple(case.attention_inputs(dtype))
+    return tuple(case.attention_inputs(dtype, window=3))
 
 
 def operator(name: str) -> Any:

@@ -217,6 +217,11 @@ def test_an_activation_is_known() -> None:
         ops.tree_conv(**{**CONV, "activation": "gelu"})
 
 
+def test_a_window_over_tokens_is_a_number_of_them() -> None:
+    with pytest.raises(ValueError, match=r"window is -1, expected a number of tokens, or 0 for none"):
+        ops.tree_attention(**{**ATTENTION, "window": -1})
+
+
 def test_a_window_has_a_column() -> None:
     call = CALLS["tree_conv_commit_"]
     with pytest.raises(ValueError, match=r"window_pool has shape \(1, 3, 5, 0\), expected \[.*\] with W at least 1"):

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
 from transformers import DynamicCache
 
-from models import COMPILED_FAMILIES, fresh_model, random_tokens
+from models import FAMILIES, fresh_model, random_tokens, set_window
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
 from treewy import _compiled_forward
 from treewy._compiled_forward import CompiledForward
@@ -111,7 +111,7 @@ class Verification:
         self.forward.commit(none)
 
 
-@pytest.mark.parametrize("family", COMPILED_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_rewritten_and_nothing_that_is_committed_is_written(family: str) -> None:
     verification = Verification(family)
     before = [store.clone() for store in verification.committed]
@@ -222,13 +222,46 @@ def test_a_layer_that_keeps_its_stores_in_another_way_is_refused_by_name(
     Verification("qwen3_next").assert_equals_the_eager_engine(tokens, TREES[0])
 
 
-def test_an_attention_that_a_tree_does_not_know_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"softcap": 30.0}, "softcap=30.0"),
+        ({"s_aux": 0.5}, "s_aux=0.5"),
+        ({"sliding_window": 5}, "sliding_window=5 where its mask shows all tokens"),
+        ({"sliding_window": (5, 0)}, r"sliding_window=\(5, 0\) where its mask shows all tokens"),
+    ],
+    ids=str,
+)
+def test_an_attention_that_a_tree_does_not_know_is_refused_by_name(asked: dict[str, Any], said: str) -> None:
     verification = Verification("qwen3_next")
     attention = verification.model.get_submodule(verification.attention_layers[0].name)
     original = type(attention).forward
-    attention.forward = lambda *args, **kwargs: original(attention, *args, softcap=30.0, **kwargs)
-    with pytest.raises(ValueError, match=r"model.layers.1.self_attn. attends with softcap=30.0.*backend='eager'"):
+    attention.forward = lambda *args, **kwargs: original(attention, *args, **asked, **kwargs)
+    with pytest.raises(ValueError, match=rf"model.layers.1.self_attn. attends with {said}.*backend='eager'"):
         verification.forward.verify(random_tokens(2, 6, seed=2), TREES[0])
+
+
+@pytest.mark.parametrize(("asked", "shown"), [(None, 7), (6, 7), (0, 0)])
+def test_a_window_that_is_not_its_masks_is_refused_by_name(asked: int | None, shown: int) -> None:
+    if "lara_mini" not in FAMILIES:
+        pytest.skip("LARA came to transformers behind the oldest version that is supported")
+    verification = Verification("lara_mini")
+    attention = verification.attention_layers[0]
+    verification.model.get_submodule(attention.name).sliding_window = asked
+    verification.stores._shown[attention.layer_idx] = shown
+    said = f"sliding_window={asked} where its mask shows {shown} tokens"
+    with pytest.raises(ValueError, match=rf"model.layers.1.self_attn. attends with {said}.*backend='eager'"):
+        verification.forward.verify(random_tokens(2, 6, seed=2), TREES[0])
+
+
+def test_stores_do_not_serve_masks_that_show_another_number_of_tokens() -> None:
+    if "lara_mini" not in FAMILIES:
+        pytest.skip("LARA came to transformers behind the oldest version that is supported")
+    verification = Verification("lara_mini")
+    cache = verification.prefilled().cache
+    assert verification.stores.fits(cache, 6)
+    set_window(verification.model, 9)
+    assert not verification.stores.fits(cache, 6)
 
 
 def test_a_marker_that_no_pass_replaced_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tolerances import FLOAT32, relative_error
+from treewy import ops
 from treewy.passes._segments import compile_segments
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
@@ -120,6 +121,32 @@ def test_inputs_that_differ_make_layers_differ(what: str) -> None:
     logits, graphs, _ = compiled(model, tokens)
     assert relative_error(logits, expected) <= FLOAT32
     assert len(graphs) == 4
+
+
+class Attending(nn.Module):
+    """A layer that attends within a window."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, none = x.unflatten(-1, (2, 4)), torch.zeros(1, dtype=torch.int64)
+        parents, empty = torch.arange(-1, x.shape[1] - 1)[None], x.new_zeros(1, 2, 0, 4)
+        attended = ops.tree_attention(heads, heads, heads, empty, empty, none, none, parents, 0.5, self.window)
+        return x + self.project(attended.flatten(2))
+
+
+@pytest.mark.parametrize(("windows", "number"), [((3, 3, 3), 3), ((3, 5, 3), 4), ((3, 3, 0), 4)])
+def test_windows_that_differ_make_layers_differ(windows: tuple[int, ...], number: int) -> None:
+    torch.manual_seed(0)
+    model, tokens = Model(*(1e-5,) * len(windows)), torch.arange(11)[None]
+    model.layers = nn.ModuleList(Attending(window) for window in windows)
+    with torch.no_grad():
+        logits, graphs, _ = compiled(model, tokens)
+        assert torch.equal(logits, model(tokens))
+    assert len(graphs) == number
 
 
 def test_what_a_wrapped_tensor_keeps_beside_its_tensors_makes_layers_differ() -> None:

@@ -48,6 +48,7 @@ class AttentionInputs(NamedTuple):
     prefix_length: Tensor
     parents: Tensor
     scale: float
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,10 @@ class OpCase:
             activation="silu",
         )
 
-    def attention_inputs(self, dtype: torch.dtype = torch.float64, *, cache_length: int = 11) -> AttentionInputs:
-        """Draw the arguments of :func:`treewy.ops.tree_attention`.
+    def attention_inputs(
+        self, dtype: torch.dtype = torch.float64, *, cache_length: int = 11, window: int = 0
+    ) -> AttentionInputs:
+        """Draw the arguments of :func:`treewy.ops.tree_attention`, with a window as given.
 
         Rows have prefixes of various bounds; the columns outside hold a large finite number.
         """
@@ -168,6 +171,7 @@ class OpCase:
             prefix_length=length,
             parents=self.tree,
             scale=self.value_dim**-0.5,
+            window=window,
         )
 
 
