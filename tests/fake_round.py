@@ -3,8 +3,8 @@
     python tests/fake_round.py
 
 compiles the round of a tiny model of each family (verify, greedy choice, commit) for tensors that only claim to be on a
-GPU, and prints how many graphs that makes and what is in the way of a capture, mostly in PyTorch's own opinion; at last
-for a round that does what no capture allows.
+GPU, and prints how many graphs that makes and what is in the way of a capture, mostly in PyTorch's own opinion; then of
+rounds of one model that choose otherwise, and at last of a round that does what no capture allows.
 """
 
 import copy
@@ -26,12 +26,28 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from fake_cuda import fake_cuda, obstacle
 from fake_inductor import SETTINGS, h200
 from models import BITWISE_EXPERTS, FAMILIES, MIXTURES, plain_model, random_tokens
 from treewy._compiled_forward import CompiledForward
+from treewy._device_choice import DeviceChoice
+from treewy._draft_tree import Sampling
+from treewy._greedy import GreedyChoice
+from treewy._sampling import SampledChoice
+from treewy._scores import Scores
 from treewy._session import Session
 from treewy._static_stores import StaticStores
 from treewy.passes import _backend, find_attention_layers, find_gdn_layers
@@ -42,6 +58,39 @@ DTYPES = {"qwen3_5": torch.float32}
 SCHEDULED = "qwen3_next_moe"
 """The family whose graphs go through Inductor as well, which takes long: layers of every kind, dense and experts."""
 FORBIDDEN = "what no capture allows"
+WARPERS = LogitsProcessorList(
+    [
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(7),
+        TopPLogitsWarper(0.9),
+        MinPLogitsWarper(0.1),
+        TypicalLogitsWarper(0.9),
+        EpsilonLogitsWarper(0.01),
+        InfNanRemoveLogitsProcessor(),
+        LogitNormalization(),
+    ]
+)
+NOT_FOR_GRAPHS = "a mask that decides where scores are set"
+"""In the head filter of transformers, which is left to rounds of two graphs."""
+CHOICES: dict[str, tuple[list[Any], Sampling | None]] = {
+    "greedy, behind processors": (WARPERS, None),
+    "sampled, top": (WARPERS, "top"),
+    "sampled, with_replacement": ([], "with_replacement"),
+    "sampled, without_replacement": (WARPERS, "without_replacement"),
+    NOT_FOR_GRAPHS: ([TopHLogitsWarper(0.5)], "top"),
+}
+"""Ways of choosing, with processors and kinds of siblings; None is greedy."""
+
+
+def choice_of(name: str) -> DeviceChoice:
+    """Return who chooses in a round of that name."""
+    processors, sampling = CHOICES.get(name, ([], None))
+    scores = Scores(LogitsProcessorList(processors), 2)
+    if sampling is None:
+        return GreedyChoice(scores)
+    choice = SampledChoice(scores, None, None)
+    choice.sampling = sampling
+    return choice
 
 
 def do_what_is_forbidden(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -112,6 +161,8 @@ def in_graph(graph_module: GraphModule) -> list[str]:
         values = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor | torch.SymInt | torch.SymFloat)]
         if is_cudagraph_unsafe_fx_node(node) or any(map(free_unbacked_symbols, values)):
             found.append(f"unsafe: {node.target}")
+        if node.op == "get_attr" or node.target is torch.ops.aten.lift_fresh_copy.default:
+            values = [x for x in values if x.ndim > 0]  # a number of the program, which Inductor writes into its code
         if any(isinstance(x, Tensor) and x.device.type != "cuda" for x in values):
             found.append(f"not on the GPU: {node.target}")
     return found
@@ -181,9 +232,10 @@ def look_at_round(name: str, model: PreTrainedModel) -> Round:
         if name == FORBIDDEN:
             commit = forward._commit
             forward._commit = lambda *args: commit(*args[:-1], args[-1] + 0)
-        forward._round()
+        of_choice = forward._round_of(choice_of(name), 0)
+        forward._round(of_choice)
         with Beside(seen):
-            forward._round()
+            forward._round(of_choice)
     return seen
 
 
@@ -192,8 +244,9 @@ def _main() -> None:
         print(json.dumps({"skip": reason}))
         return
     results = {}
-    for name in (*FAMILIES, FORBIDDEN):
-        model = tiny_model("qwen3_next" if name == FORBIDDEN else name).to(DTYPES.get(name, torch.bfloat16))
+    for name in (*FAMILIES, *CHOICES, FORBIDDEN):
+        family = name if name in FAMILIES else "qwen3_next"
+        model = tiny_model(family).to(DTYPES.get(family, torch.bfloat16))
         seen = look_at_round(name, model)
         results[name] = {"graphs": seen.graphs, "obstacles": seen.obstacles}
     print(json.dumps(results))

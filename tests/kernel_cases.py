@@ -103,6 +103,14 @@ def _snapshots(rows: int, num_nodes: int, dims: tuple[int, int], dtype: torch.dt
     return ops.tree_snapshots, (*nodes, _tensor(rows, 0, *nodes[5].shape[1:], dtype=FLOAT32), dims[0] ** -0.5, True)
 
 
+def _sample(sampling: str) -> Case:
+    nodes, vocab_size = _tensor(2, 16), 151936
+    probs = _tensor(2, 16, vocab_size, dtype=FLOAT32)
+    drafts = probs[:, :0] if sampling == "top" else probs
+    noise = _tensor(2, 16, dtype=FLOAT32), _tensor(2, vocab_size, dtype=FLOAT32)
+    return ops.tree_sample, (probs, nodes, nodes, drafts, nodes, *noise, sampling)
+
+
 # The first case of a function is also compiled by Inductor.
 CASES = {
     "conv, 4 nodes": _conv(4),
@@ -125,6 +133,9 @@ CASES = {
     "attention, 64, float32": _attention(16, 64, FLOAT32),
     "attention, 128, float32": _attention(16, 128, FLOAT32),
     "attention, 256, float32": _attention(16, 256, FLOAT32),
+    "sample": _sample("without_replacement"),
+    "sample, with replacement": _sample("with_replacement"),
+    "sample, top": _sample("top"),
     "snapshots, 64 x 64": _snapshots(2, 16, (64, 64)),
     "snapshots, 64 x 64, many rows": _snapshots(32, 16, (64, 64)),
     "snapshots, 128 x 128": _snapshots(2, 16, (128, 128)),

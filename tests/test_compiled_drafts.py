@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 import treewy
 from models import (
-    COMPILED_FAMILIES,
+    FAMILIES,
     draft_with_embeddings_of,
     fresh_model,
     greedy,
@@ -88,7 +88,7 @@ def test_compiled_drafts_are_those_of_the_eager_engine(kind: str, tree: tuple[in
     assert graphs() == before
 
 
-@pytest.mark.parametrize("family", COMPILED_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_drafts_for_itself(family: str) -> None:
     """And agrees with itself: whatever its stores hold wrong would be a draft that is rejected."""
     model = fresh_model(family)

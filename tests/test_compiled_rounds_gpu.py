@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from transformers import LogitsProcessorList
 
 import treewy
 from compiled_calls import cuda_calls
@@ -13,6 +14,8 @@ from knowing_drafter import KnowingDrafter
 from models import FAMILIES, VOCAB_SIZE, fresh_model, left_padded
 from treewy import _compiled_forward
 from treewy._compiled_session import CompiledSession, CompiledTarget
+from treewy._greedy import GreedyChoice
+from treewy._scores import Scores
 from treewy.testing import check_equivalence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_is_kept")]
@@ -83,9 +86,10 @@ def test_a_greedy_round_is_one_launch() -> None:
     tokens, parents = torch.randint(0, VOCAB_SIZE, (1, 5)).cuda(), torch.tensor([[-1, 0, 0, 1, 1]]).cuda()
     forward, nodes = session.prepare(tokens, parents)
     limits = torch.tensor([50]).cuda(), torch.tensor([], dtype=torch.int64).cuda()
+    choice = GreedyChoice(Scores(LogitsProcessorList(), 1))
     for _ in range(3):
-        forward.round(*nodes, *limits)
-    calls = cuda_calls(lambda: forward.round(*nodes, *limits))
+        forward.round(*nodes, *limits, choice)
+    calls = cuda_calls(lambda: forward.round(*nodes, *limits, choice))
     assert calls["cudaGraphLaunch"] == 1
     assert calls.get("cudaLaunchKernel", 0) == 0
 

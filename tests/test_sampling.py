@@ -21,7 +21,8 @@ from tolerances import (
 )
 from treewy import DraftTree
 from treewy._draft_tree import Sampling
-from treewy._sampling import SampledDecoding, draw, draw_without_replacement, sibling_acceptance
+from treewy._sampling import SampledDecoding, draw, draw_without_replacement
+from treewy.ops._sample import try_sibling
 
 VOCAB_SIZE = 6
 SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
@@ -64,6 +65,15 @@ def all_siblings(q: Tensor, width: int, sampling: Sampling) -> list[tuple[Text, 
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Sampling], tuple[Tensor, Tensor]]
+
+
+def sibling_acceptance(p: Tensor, q: Tensor, tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The probability of accepting each sibling [R, W] behind rejected ones, and what is left behind all [R, V]."""
+    accept = []
+    for token in tokens.unbind(dim=1):
+        probability, p, q = try_sibling(p, q, token, sampling)
+        accept.append(probability)
+    return torch.stack(accept, dim=1), p
 
 
 def emitted(

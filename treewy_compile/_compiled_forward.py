@@ -7,8 +7,9 @@ accepted, how long each row is. So one graph serves every tree of its size, and 
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from traceback import FrameSummary
 from types import FunctionType
 from typing import Any
@@ -21,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import PreTrainedModel
 
 from treewy._decoding import Emission, cut
-from treewy._greedy import greedy_paths
+from treewy._device_choice import DeviceChoice
 from treewy._progress import compiling
 from treewy._static_stores import HandedOut, StaticStores
 from treewy._whole_draft import Levels, WholeDraft
@@ -29,6 +30,9 @@ from treewy.ops import PADDING, depths
 from treewy.passes import AttentionLayerInfo, GdnLayerInfo, LayerInfo, TreeBackend, redirect_layers
 
 _log = logging.getLogger(__name__)
+
+_KEPT_ROUNDS = 4
+"""Ways of choosing whose graphs are kept; each has memory for a round."""
 
 
 class CompiledForward:
@@ -62,11 +66,13 @@ class CompiledForward:
         self._stores = stores
         self._layers: list[LayerInfo] = [*gdn_layers, *attention_layers]
         lengths = stores.lengths
-        self._size = size = f"{num_nodes} nodes x {len(lengths)} rows"
+        self._size = f"{num_nodes} nodes x {len(lengths)} rows"
         self.token_ids = lengths.new_zeros(len(lengths), num_nodes)
         self.parents = torch.full_like(self.token_ids, PADDING)
         self.accepted_node, self._room = torch.zeros_like(lengths), torch.zeros_like(lengths)
-        self._eos = lengths.new_zeros(0)
+        self._inner = inner
+        self._rounds: dict[Hashable, _Round] = {}  # last used last
+        self._drafts: dict[Hashable, WholeDraft] = {}
         # A mask with four dimensions is taken as it is; passes leave nothing that would read it.
         mask = torch.ones(len(lengths), 1, num_nodes, 1, dtype=torch.bool, device=lengths.device)
         more: dict[str, Any] = {cache_keyword: stores.cache}
@@ -94,19 +100,9 @@ class CompiledForward:
             assert living is not None
             return living(graph_module, example_inputs)
 
-        def compiled(function: Callable[..., Any], what: str, backend: Callable[..., Any]) -> Callable[..., Any]:
-            def compile_graph(graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
-                with compiling(_log, f"{what} {size} with {inner}"):
-                    result: Callable[..., Any] = backend(graph_module, example_inputs)
-                    return result
-
-            return torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compile_graph)
-
-        self._forward = compiled(forward, "rewriting and compiling", rewrite)
-        self._inner, self._compiled = inner, compiled
-        self._accept: Callable[..., Emission] = self.compiled_alone(_accept, "compiling the acceptance of")
-        self._commit: Callable[..., None] = self.compiled_alone(StaticStores.commit, "compiling the commit of")
-        self._drafts: dict[Any, WholeDraft] = {}
+        self._forward = self.compiled(forward, "rewriting and compiling", rewrite)
+        self._commit: Callable[..., None] = self.compiled(StaticStores.commit, "compiling the commit of")
+        self._vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._handed_out: HandedOut = {}
         self.logits: Tensor | None = None
         """Of the nodes that were verified last [B, N, V]; the next call overwrites them."""
@@ -114,17 +110,28 @@ class CompiledForward:
 
     def forget_graphs(self) -> None:
         """Capture again: something has moved that graphs do not look up."""
-        self._verified = self.captured(self._verify, "a verification")
+        self._verified = self.captured(self.run_verify, "a verification")
         self._committed = self.captured(self.run_commit, "a commit")
-        self._rounds = self.captured(self._round, "a round")
+        for of_choice in self._rounds.values():
+            self._capture_round(of_choice)
         for draft in self._drafts.values():
             draft.forget_graphs()
 
-    def compiled_alone(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Compile a function of a few tensors; ``what`` says what that is for, to be shown."""
-        if self._inner == "eager":
+    def compiled(
+        self, function: Callable[..., Any], what: str, backend: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """Compile a function once it is called, with a backend of ours or with the inner one; "eager" needs none."""
+        if backend is None and self._inner == "eager":
             return function
-        return self._compiled(function, what, torch._dynamo.lookup_backend(self._inner))
+        chosen = torch._dynamo.lookup_backend(self._inner) if backend is None else backend
+        doing = f"{what} {self._size} with {self._inner}"  # not `self`: Dynamo never lets go of a backend
+
+        def compile_graph(graph_module: GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+            with compiling(_log, doing):
+                result: Callable[..., Any] = chosen(graph_module, example_inputs)
+                return result
+
+        return torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compile_graph)
 
     def whole_draft(self, levels: Levels, vocab_size: int, draft_vocab_size: int) -> WholeDraft:
         """Return what drafts trees of a shape with this model; see :class:`WholeDraft`."""
@@ -142,7 +149,7 @@ class CompiledForward:
     @property
     def is_captured(self) -> bool:
         """Whether there is a graph of a round or of a part of one."""
-        functions = self._verified, self._committed, self._rounds
+        functions = self._verified, self._committed, *(of_choice.run for of_choice in self._rounds.values())
         return any(getattr(function, "graph", None) is not None for function in functions)
 
     @property
@@ -154,8 +161,7 @@ class CompiledForward:
         """Return the logits of nodes [B, N, V]; they are overwritten by the next call."""
         self.token_ids.copy_(token_ids)
         self.parents.copy_(parents)
-        logits: Tensor
-        logits, self._handed_out = self._verified()
+        logits: Tensor = self._verified()
         self.logits = logits
         return logits
 
@@ -164,34 +170,67 @@ class CompiledForward:
         self.accepted_node.copy_(accepted_node)
         self._committed()
 
-    def round(self, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor) -> Emission:
-        """Verify nodes, follow the greatest logits, commit.
+    def round(
+        self, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor, choice: DeviceChoice
+    ) -> tuple[Emission, Tensor | None]:
+        """Verify nodes, choose paths, commit.
 
         Args:
             token_ids: [B, N].
             parents: [B, N].
             room: How many tokens each row may emit [B].
             eos: Tokens that end a row [E].
+            choice: Who chooses.
+
+        Returns:
+            What is emitted, and the third result of the choice; both are overwritten by the next call.
         """
-        if eos.shape != self._eos.shape:
-            if self.round_graph is not None:
-                _log.info("a round of %s is captured again: another number of tokens ends a row", self._size)
-            self._eos, self._rounds = torch.zeros_like(eos), self.captured(self._round, "a round")
-        places = self.token_ids, self.parents, self._room, self._eos
+        of_choice = self._round_of(choice, len(eos))
+        places = self.token_ids, self.parents, self._room, of_choice.eos
         for place, value in zip(places, (token_ids, parents, room, eos), strict=True):
             place.copy_(value)
-        emission: Emission
-        emission, self.logits = self._rounds()
-        return emission
+        choice.fill(*of_choice.places)
+        emission, sound, self.logits = of_choice.run()
+        return emission, sound
+
+    def _round_of(self, choice: DeviceChoice, num_eos: int) -> "_Round":
+        """Return what is compiled and captured of rounds with such a choice, of which a few are kept."""
+        key = choice.key, num_eos
+        of_choice = self._rounds.pop(key, None)
+        if of_choice is None:
+            of_choice = self._new_round(choice, num_eos)
+        self._rounds = dict([*self._rounds.items(), (key, of_choice)][-_KEPT_ROUNDS:])
+        return of_choice
+
+    @torch.inference_mode(False)  # as above
+    def _new_round(self, choice: DeviceChoice, num_eos: int) -> "_Round":
+        device = self.token_ids.device
+        choice = choice.to_compile(device)
+
+        def accept(
+            logits: Tensor, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor, *places: Tensor
+        ) -> tuple[Emission, Tensor | None]:
+            node, token, sound = choice.paths(logits, token_ids, parents, *places)
+            return cut(token_ids, parents, node, token, room, eos), sound
+
+        places = choice.places((*self.token_ids.shape, self._vocab_size), device)
+        compiled = self.compiled(accept, "compiling the acceptance of")
+        of_choice = _Round(compiled, self.token_ids.new_zeros(num_eos), places)
+        self._capture_round(of_choice)
+        return of_choice
+
+    def _capture_round(self, of_choice: "_Round") -> None:
+        of_choice.run = self.captured(lambda: self._round(of_choice), "a round")
 
     @property
     def round_graph(self) -> torch.cuda.CUDAGraph | None:
-        """The graph of a round, once it is captured."""
-        return getattr(self._rounds, "graph", None)
+        """The graph of the last round, once it is captured."""
+        return getattr([*self._rounds.values()][-1].run, "graph", None)
 
     def run_verify(self) -> Tensor:
         """Verify, as a part of what is captured: the nodes in ``token_ids`` and ``parents``; return their logits."""
         logits, self._handed_out = self._verify()
+        self._stores.take_in(self._handed_out)
         return logits
 
     def run_commit(self) -> None:
@@ -220,14 +259,31 @@ class CompiledForward:
                 f"torch.compile cannot trace this model{where} ({why}); compile it with backend='eager', or do without "
                 "what stands there: a hook, or experts or kernels that it cannot trace"
             ) from failed
-        self._stores.take_in(self._backend.handed_out)
         return logits, self._backend.handed_out
 
-    def _round(self) -> tuple[Emission, Tensor]:
+    def _round(self, of_choice: "_Round") -> tuple[Emission, Tensor | None, Tensor]:
         logits, handed_out = self._verify()
-        emission = self._accept(logits, self.token_ids, self.parents, self._room, self._eos)
+        tree = self.token_ids, self.parents
+        emission, sound = of_choice.accept(logits, *tree, self._room, of_choice.eos, *of_choice.places)
         self._commit(self._stores, handed_out, self.parents, emission.node)
-        return emission, logits
+        return emission, sound, logits
+
+
+@dataclass
+class _Round:
+    """What is compiled and captured of rounds that choose in one way.
+
+    Args:
+        accept: Chooses paths, and cuts them where texts end.
+        eos: Tokens that end a row [E].
+        places: What the choice fills before a round.
+        run: Runs a round, or replays it.
+    """
+
+    accept: Callable[..., tuple[Emission, Tensor | None]]
+    eos: Tensor
+    places: tuple[Tensor, ...]
+    run: Callable[[], Any] = field(init=False)
 
 
 class Captured:
@@ -265,10 +321,6 @@ class Captured:
                 self.graph = graph
             self.graph.replay()
             return self._results
-
-
-def _accept(logits: Tensor, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor) -> Emission:
-    return cut(token_ids, parents, *greedy_paths(logits, token_ids, parents), room, eos)
 
 
 def _innermost(failed: Exception) -> list[FrameSummary]:

@@ -14,6 +14,7 @@ from treewy._compiled_forward import CompiledForward
 from treewy._decoding import Decoding, Emission
 from treewy._draft_tree import DraftTree
 from treewy._nodes import DeferredNodes
+from treewy._sampling import refuse_unsound
 from treewy._session import Session
 from treewy._static_stores import StaticStores
 from treewy.ops import PADDING
@@ -210,12 +211,15 @@ class CompiledSession(Session):
     ) -> tuple[Emission, int]:
         """Verify, choose and commit, in one launch where the logits decide all; see ``Session.round``."""
         limits = decoding.limits(texts)
-        if limits is None:
+        if limits is None or not decoding.scores.traceable:
             emission, _ = super().round(token_ids, parents, decoding, texts, draft)
         else:
             self._forward, nodes = self.prepare(token_ids, parents)
             room, eos = (limit.to(token_ids.device) for limit in limits)
-            emission = self._forward.round(*nodes, room, eos).cloned()
+            of_graph, sound = self._forward.round(*nodes, room, eos, decoding.device_choice(draft))
+            emission = of_graph.cloned()
+            if sound is not None:
+                refuse_unsound(sound)
             self.follow()
         return emission, self.stores.num_bytes
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as stopping
 
+from treewy._device_choice import DeviceChoice
 from treewy._draft_tree import DraftTree
 from treewy._scores import Scores
 from treewy.ops import PADDING, path_to_node
@@ -116,11 +117,11 @@ class Decoding(ABC):
             texts: Each row's text so far, pads included, the root included.
             draft: What the nodes behind the root came from; None if there are none.
         """
-        if not self._by_text:
+        limits = self.limits(texts)
+        if limits is not None:
             scores = self.scores.of_nodes(logits, lambda row, node: texts[row])
             paths = self.choose_paths(scores, token_ids, parents, draft)
-            limits = (limit.to(token_ids.device) for limit in (self.room(texts), self._eos))
-            return cut(token_ids, parents, *paths, *limits).trimmed()
+            return cut(token_ids, parents, *paths, *(limit.to(token_ids.device) for limit in limits)).trimmed()
         device, host = token_ids.device, texts[0].device  # processors live where the prompt was given
         trees = zip(token_ids.to(host), parents.to(host), strict=True)
         walked = [
@@ -136,11 +137,12 @@ class Decoding(ABC):
         )
 
     def limits(self, texts: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return how many tokens each row may emit [B] and which tokens end one [E], or None.
+        """Return how many tokens each row may emit [B] and which tokens end one [E], or None where text decides."""
+        return None if self._by_text else (self.room(texts), self._eos)
 
-        Not None if these, the logits and the tree alone say what is emitted, so that it can be chosen on the device.
-        """
-        return None
+    @abstractmethod
+    def device_choice(self, draft: DraftTree | None) -> DeviceChoice:
+        """Return what chooses paths on the device, as ``choose_paths`` does; of traceable scores."""
 
     @abstractmethod
     def choose_paths(

@@ -114,7 +114,7 @@ class DraftTree:
             object.__setattr__(self, name, value)
 
     @cached_property
-    def _row_of_parent(self) -> Tensor:
+    def probs_index(self) -> Tensor:
         """Row of ``draft_probs`` for each possible parent [B, N + 1], that of -1 first."""
         batch, size = self.parents.shape
         real = torch.arange(size, device=self.parents.device) < self.num_nodes[:, None]
@@ -137,7 +137,7 @@ class DraftTree:
             nodes: A parent in each [R], -1 for the last emitted token; without children, anything is returned.
         """
         assert self.draft_probs is not None
-        source = self._row_of_parent[rows, nodes + 1].clamp(0, self.draft_probs.shape[1] - 1)
+        source = self.probs_index[rows, nodes + 1].clamp(0, self.draft_probs.shape[1] - 1)
         return self.draft_probs[rows, source]
 
     def check_draft_probs(self, vocab_size: int) -> None:
@@ -164,7 +164,7 @@ class DraftTree:
         size = self.parents.shape[1]
         index = torch.arange(size, device=self.parents.device)
         real = index < self.num_nodes[:, None]
-        source = self._row_of_parent.gather(1, torch.where(real, self.parents, -1) + 1).masked_fill(~real, 0)
+        source = self.probs_index.gather(1, torch.where(real, self.parents, -1) + 1).masked_fill(~real, 0)
         most = int(source.max()) + 1
         if self.draft_probs.shape[1] != most:
             row = int(source.max(dim=1).values.argmax())

@@ -1,11 +1,15 @@
 """Greedy decoding of a verified tree."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from treewy._accept import greedy_accept
 from treewy._decoding import Decoding, RowOfTree
+from treewy._device_choice import Chosen, DeviceChoice
 from treewy._draft_tree import DraftTree
+from treewy._scores import no_text
 
 _PARTS = 64  # of a vocabulary; most are a multiple
 
@@ -22,16 +26,34 @@ class GreedyDecoding(Decoding):
         """Take the deepest path of greatest scores; see ``Decoding.choose_paths``."""
         return greedy_paths(scores, token_ids, parents)
 
-    def limits(self, texts: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return what ends rows, where that and the logits decide everything; see ``Decoding.limits``."""
-        if self._by_text or self.scores.change_logits:
-            return None
-        return self.room(texts), self._eos
+    def device_choice(self, draft: DraftTree | None) -> DeviceChoice:
+        """Return what takes the deepest path of greatest scores; see ``Decoding.device_choice``."""
+        return GreedyChoice(self.scores)
 
     def choose(self, scores: Tensor, reached: Tensor, tree: RowOfTree) -> tuple[Tensor, Tensor]:
         """Take the token with the greatest score; see ``Decoding.choose``."""
         token = scores.argmax(dim=-1, keepdim=True)
         return token, (torch.isin(tree.parents, reached) & (tree.token_ids == token)).nonzero()[:, 0]
+
+
+class GreedyChoice(DeviceChoice):
+    """Take the deepest path of greatest scores, on the device."""
+
+    def to_compile(self, device: torch.device) -> DeviceChoice:
+        """Return one with processors of its own; see ``DeviceChoice.to_compile``."""
+        return GreedyChoice(self.scores.copied_to(device))
+
+    def places(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+        """Return nothing: logits and tree decide; see ``DeviceChoice.places``."""
+        return ()
+
+    def fill(self, *places: Tensor) -> None:
+        """Do nothing; see ``DeviceChoice.fill``."""
+
+    def paths(self, logits: Tensor, token_ids: Tensor, parents: Tensor, *places: Tensor) -> Chosen:
+        """Choose a path a row; see ``DeviceChoice.paths``."""
+        scores = self.scores.of_nodes(logits, no_text) if self.scores.change_logits else logits
+        return *greedy_paths(scores, token_ids, parents), None
 
 
 def greedy_paths(scores: Tensor, token_ids: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:

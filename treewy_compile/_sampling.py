@@ -1,74 +1,21 @@
-"""Sampled decoding of a verified tree, without changing the target's distribution.
-
-One rule serves every way of drafting. Let p be the target's distribution after a node, and x_1, x_2, ... the tokens of
-its children, in the order in which they were drafted. The children are tried in turn. Child w was drawn from some
-distribution q_w, given the children before it:
-
-    accept x_w with probability min(1, p(x_w) / q_w(x_w)),    otherwise    p <- max(p - q_w, 0), normalised.
-
-When all are rejected, the token is drawn from the p that is left. One such step leaves the distribution of the emitted
-token as it was: a token y is drafted and accepted with probability min(q(y), p(y)); the rejections have probability
-1 - sum min(p, q) = sum max(p - q, 0), by which the residual was divided, so y comes out of them with max(p(y) - q(y),
-0); the two add up to p(y). By induction over the children, backwards, the same holds for all of them, as long as q_w
-is what x_w was drawn from, given x_1 ... x_{w-1}:
-
-    with replacement       q_w = q, the draft's distribution
-    without replacement    q_w = q without x_1 ... x_{w-1}, normalised
-    top                    q_w = all mass on x_w, however it was chosen: accept with p(x_w), and a rejection takes x_w
-                           out of p
+"""Sampled decoding of a verified tree, without changing the target's distribution: `tree_sample` has the rule.
 
 Draws are by an exponential race: of q(x) / e(x), with independent exponential e, the greatest is a draw from q, and the
 w greatest, in order, are w draws without replacement.
-
-Source: Leviathan et al. (2023), appendix A.1, for one child; SpecInfer (Miao et al., 2024), section 4.3, with
-replacement; recursive rejection sampling (Jeon et al., 2024), section 3, without.
 """
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from treewy._decoding import Decoding, RowOfTree
+from treewy._device_choice import Chosen, DeviceChoice
 from treewy._draft_tree import DraftTree, Sampling
-from treewy.ops import PADDING
-
-
-def sibling_acceptance(
-    target_probs: Tensor, draft_probs: Tensor | None, token_ids: Tensor, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
-    """Return how siblings are accepted, and what is left when none is.
-
-    Args:
-        target_probs: The target's distribution after their parent [R, V].
-        draft_probs: The distribution that the first of them was drawn from [R, V]; None for "top".
-        token_ids: Their tokens, in the order of drafting [R, W]; behind them -1, where others have more siblings.
-        sampling: How they were chosen.
-
-    Returns:
-        The probability of accepting each, given that those before it were rejected [R, W], and the target's
-        distribution given that all were [R, V].
-    """
-    p, q = target_probs, draft_probs
-    accept = []
-    for token in token_ids.unbind(dim=1):
-        absent = token[:, None] < 0
-        token = token[:, None].clamp(min=0)
-        if sampling == "top":
-            drawn_from = torch.zeros_like(p).scatter(1, token, 1.0)
-        else:
-            assert q is not None
-            drawn_from = q / q.sum(dim=1, keepdim=True)
-        ratio = p.gather(1, token) / drawn_from.gather(1, token)
-        accept.append(torch.where(absent, 0.0, ratio.clamp(max=1.0)))
-        residual = (p - drawn_from).clamp(min=0.0)
-        mass = residual.sum(dim=1, keepdim=True)
-        # without mass a sibling that is there is always accepted
-        p = torch.where(absent | ~(mass > 0), p, residual / mass)
-        if sampling == "without_replacement":
-            assert q is not None
-            q = q.scatter(1, token, 0.0)
-    accepted = torch.cat(accept, dim=1) if accept else target_probs[:, :0]
-    return accepted, p
+from treewy._scores import Scores, no_text
+from treewy.ops import path_to_node, tree_sample
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -120,64 +67,155 @@ class SampledDecoding(Decoding):
         """Raise a ``ValueError`` if the draft's distributions are not what its tokens can have been drawn from."""
         draft.check_draft_probs(vocab_size)
 
+    def device_choice(self, draft: DraftTree | None) -> DeviceChoice:
+        """Return what accepts children and draws one more token; see ``Decoding.device_choice``."""
+        return SampledChoice(self.scores, draft, self._generator)
+
     def choose_paths(
         self, scores: Tensor, token_ids: Tensor, parents: Tensor, draft: DraftTree | None
     ) -> tuple[Tensor, Tensor]:
         """Accept children and then draw one more token; see ``Decoding.choose_paths``."""
-        rows = torch.arange(len(scores), device=scores.device)
-        going = parents[:, 0] != PADDING
-        node = torch.where(going, 0, -1)
-        bonus = torch.zeros_like(node)
-        while bool(going.any()):
-            here = rows[going]
-            probs = scores[here, node[here]].softmax(dim=-1)
-            token, child = self._step(probs, node[here], token_ids[here], parents[here], draft, here)
-            bonus[here] = token
-            node[here] = torch.where(child < 0, node[here], child)
-            going[here] = child >= 0
-        return node, bonus
+        choice = SampledChoice(self.scores, draft, self._generator)
+        places = choice.places(scores.shape, scores.device)
+        choice.fill(*places)
+        node, token, sound = sampled_paths(scores, token_ids, parents, places, choice.sampling)
+        refuse_unsound(sound)
+        return node, token
 
     def choose(self, scores: Tensor, reached: Tensor, tree: RowOfTree) -> tuple[Tensor, Tensor]:
         """Accept a child or draw another token; see ``Decoding.choose``."""
-        row = torch.tensor([tree.row], device=scores.device)
-        probs = scores.softmax(dim=-1)[None]
-        token, child = self._step(probs, reached, tree.token_ids[None], tree.parents[None], tree.draft, row)
-        return token, child[child >= 0]
+        children = (tree.parents == reached).nonzero()[:, 0]
+        star = torch.cat([reached, children])  # what is drawn behind a child is not looked at: its scores are others
+        token_ids, scores = tree.token_ids[None, star], scores.expand(1, len(star), -1)
+        parents = torch.zeros_like(token_ids).index_fill(1, star.new_zeros(1), -1)
+        sampling = _sampling_of(tree.draft)
+        places = _new_places(scores.shape, int(sampling != "top"), scores.device)
+        _fill_with_noise(places, self._generator)
+        if tree.draft is not None and sampling != "top":
+            home = tree.draft.parents.device
+            row, node = torch.tensor([tree.row], device=home), reached.to(home) - 1
+            places.draft_probs.copy_(tree.draft.probs_after(row, node)[:, None])
+        node, token, sound = sampled_paths(scores, token_ids, parents, places, sampling)
+        refuse_unsound(sound, tree.row)
+        accepted = star[node][node > 0]
+        return torch.where(node > 0, token_ids[0, node], token), accepted
 
-    def _step(
-        self,
-        probs: Tensor,
-        node: Tensor,
-        token_ids: Tensor,
-        parents: Tensor,
-        draft: DraftTree | None,
-        rows: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Draw the tokens [R] that follow one node [R] each, and tell which children [R] they are, -1 for none."""
-        if not bool(probs.isfinite().all()):
-            row = int(rows[probs.isfinite().all(dim=-1).logical_not()][0])
-            raise ValueError(
-                f"the scores of row {row} are NaN, infinite, or -inf for every token, so nothing can be sampled; look "
-                "for an overflow in the model's logits (half precision?) and for logits processors that leave no token"
-            )
-        is_child = parents == node[:, None]
-        width = int(is_child.sum(dim=1).max())
-        children = is_child.int().argsort(dim=1, descending=True, stable=True)[:, :width]
-        tokens = torch.where(is_child.gather(1, children), token_ids.gather(1, children), -1)
-        draft_probs: Tensor | None = None
-        sampling: Sampling = "top"
-        if width > 0:
-            assert draft is not None
-            sampling = draft.sampling
-            if sampling != "top":
-                home = draft.parents.device
-                draft_probs = draft.probs_after(rows.to(home), node.to(home) - 1).to(probs)
-        accept, residual = sibling_acceptance(probs, draft_probs, tokens, sampling)
-        device = probs.device if self._generator is None else self._generator.device
-        uniform = torch.rand(accept.shape, dtype=accept.dtype, device=device, generator=self._generator)
-        accepted = torch.nn.functional.pad(uniform.to(accept.device) < accept, (0, 1), value=True)  # in the end, none
-        first = accepted.int().argmax(dim=1, keepdim=True)
-        others = draw(residual, self._generator)[:, None]
-        token = torch.cat([tokens, others], dim=1).gather(1, first)[:, 0]
-        child = torch.nn.functional.pad(children, (0, 1), value=-1).gather(1, first)[:, 0]
-        return token, child
+
+class Places(NamedTuple):
+    """What sampling needs beside scores and tree.
+
+    Args:
+        uniform: A random number a node [B, N].
+        exponential: One a token [B, V].
+        draft_probs: The draft's distributions [B, P, V]; P is 0 for "top".
+        draft_index: Which of them the children of each node were drawn from [B, N].
+    """
+
+    uniform: Tensor
+    exponential: Tensor
+    draft_probs: Tensor
+    draft_index: Tensor
+
+
+class SampledChoice(DeviceChoice):
+    """Accept children and draw one more token, on the device.
+
+    Args:
+        scores: Of processors that can be traced.
+        draft: What a round verifies; None if there is nothing drafted.
+        generator: Source of randomness; None for PyTorch's own.
+    """
+
+    def __init__(self, scores: Scores, draft: DraftTree | None, generator: torch.Generator | None) -> None:
+        super().__init__(scores)
+        self.sampling = _sampling_of(draft)
+        self._draft, self._generator = draft, generator
+
+    @property
+    def key(self) -> Hashable:
+        """The processors, and how siblings were chosen; see ``DeviceChoice.key``."""
+        return super().key, self.sampling
+
+    def to_compile(self, device: torch.device) -> DeviceChoice:
+        """Return one with processors of its own and no draft; see ``DeviceChoice.to_compile``."""
+        choice = SampledChoice(self.scores.copied_to(device), None, None)
+        choice.sampling = self.sampling
+        return choice
+
+    def places(self, shape: Sequence[int], device: torch.device) -> Places:
+        """Return what ``fill`` fills; see ``DeviceChoice.places``."""
+        return _new_places(shape, 0 if self.sampling == "top" else shape[1], device)
+
+    def fill(self, *places: Tensor) -> None:
+        """Draw random numbers and copy the draft's distributions; see ``DeviceChoice.fill``."""
+        filled = Places(*places)
+        _fill_with_noise(filled, self._generator)
+        if self._draft is None or self.sampling == "top":
+            return
+        probs, index = self._draft.draft_probs, self._draft.probs_index
+        assert probs is not None
+        # no node of index n has a distribution behind number n, so that those of nodes cut off are not missed
+        number = min(probs.shape[1], filled.draft_probs.shape[1])
+        size = min(index.shape[1], filled.draft_index.shape[1])
+        filled.draft_probs[:, :number].copy_(probs[:, :number])
+        filled.draft_index[:, :size].copy_(index[:, :size].clamp(0, number - 1))
+
+    def paths(self, logits: Tensor, token_ids: Tensor, parents: Tensor, *places: Tensor) -> Chosen:
+        """Choose a path a row; see ``DeviceChoice.paths``."""
+        scores = self.scores.of_nodes(logits, no_text)
+        return sampled_paths(scores, token_ids, parents, Places(*places), self.sampling)
+
+
+def sampled_paths(
+    scores: Tensor, token_ids: Tensor, parents: Tensor, places: Places, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last node of each row's path [B], the token behind it [B], and whether it could be sampled [B].
+
+    Args:
+        scores: [B, N, V] after each node, in float32.
+        token_ids: Tokens of the nodes, the root first [B, N].
+        parents: Their parents [B, N].
+        places: Random numbers, and the draft's distributions.
+        sampling: How siblings were chosen.
+    """
+    uniform, exponential, draft_probs, draft_index = places
+    draft_probs = draft_probs / draft_probs.sum(dim=2, keepdim=True)  # they may have been rounded to 16 bits
+    probs = scores.softmax(dim=-1)
+    node, token = tree_sample(probs, token_ids, parents, draft_probs, draft_index, uniform, exponential, sampling)
+    path, _ = path_to_node(parents, node)
+    # NaN if there is one, infinite if one is or all are -inf: what has no softmax
+    greatest = scores.amax(dim=-1).gather(1, path.clamp(min=0))
+    return node, token, (greatest.isfinite() | (path < 0)).all(dim=1)
+
+
+def refuse_unsound(sound: Tensor, first_row: int = 0) -> None:
+    """Raise a ``ValueError`` that names the first row that could not be sampled [B]."""
+    if not bool(sound.all()):
+        row = first_row + int(sound.logical_not().nonzero()[0])
+        raise ValueError(
+            f"the scores of row {row} are NaN, infinite, or -inf for every token, so nothing can be sampled; look "
+            "for an overflow in the model's logits (half precision?) and for logits processors that leave no token"
+        )
+
+
+def _sampling_of(draft: DraftTree | None) -> Sampling:
+    """Return how siblings were chosen; "top", which needs no distributions, where there are none."""
+    return "top" if draft is None or draft.draft_probs is None else draft.sampling
+
+
+def _new_places(shape: Sequence[int], num_distributions: int, device: torch.device) -> Places:
+    batch, num_nodes, vocab_size = shape
+    return Places(
+        torch.zeros(batch, num_nodes, device=device),
+        torch.ones(batch, vocab_size, device=device),
+        torch.zeros(batch, num_distributions, vocab_size, device=device),
+        torch.zeros(batch, num_nodes, dtype=torch.int64, device=device),
+    )
+
+
+def _fill_with_noise(places: Places, generator: torch.Generator | None) -> None:
+    for place, draw_into in ((places.uniform, Tensor.uniform_), (places.exponential, Tensor.exponential_)):
+        if generator is None or generator.device == place.device:
+            draw_into(place, generator=generator)
+        else:
+            place.copy_(draw_into(torch.empty(place.shape, device=generator.device), generator=generator))

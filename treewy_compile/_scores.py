@@ -1,6 +1,8 @@
 """Hugging Face's logits processors on the logits of nodes, each with the text of its own path."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Hashable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ _TEXTLESS = (
     logits_process.InfNanRemoveLogitsProcessor,
     logits_process.LogitNormalization,
 )
+# It sets scores where a mask is true, which a CUDA graph may not hold.
+_UNTRACEABLE = (logits_process.TopHLogitsWarper,)
 # These look at each row's scores and text by themselves and keep nothing between calls.
 _ROWWISE = (
     *_TEXTLESS,
@@ -46,6 +50,7 @@ class Scores:
 
     Attributes:
         textless: Whether no processor looks at text.
+        traceable: Whether all of them can be part of a compiled round that is captured.
         change_logits: Whether there are processors at all.
 
     Raises:
@@ -63,8 +68,26 @@ class Scores:
                     )
         self._processors = processors
         self.textless = all(type(processor) in _TEXTLESS for processor in processors)
+        self.traceable = self.textless and not any(type(processor) in _UNTRACEABLE for processor in processors)
         self.change_logits = len(processors) > 0
         self._batch = batch
+
+    @cached_property
+    def settings(self) -> Hashable:
+        """Types and settings of the processors, if they are traceable: with the same ones, scores are the same."""
+        return tuple(
+            (type(processor), *((name, _hashable(value)) for name, value in sorted(vars(processor).items())))
+            for processor in self._processors
+        )
+
+    def copied_to(self, device: torch.device) -> "Scores":
+        """Return a copy whose processors are nobody else's and have their tensors on a device."""
+        processors = copy.deepcopy(self._processors)
+        for processor in processors:
+            for name, value in vars(processor).items():
+                if isinstance(value, Tensor):
+                    setattr(processor, name, value.to(device))
+        return Scores(processors, self._batch)
 
     def for_drafts(self) -> "Scores":
         """Return these scores without processors that might remember what they are shown.
@@ -96,11 +119,25 @@ class Scores:
         """
         logits = logits.to(torch.float32, copy=True)  # some processors write in place
         if self.textless:
-            flat = logits.flatten(0, 1)
-            scores: Tensor = self._processors(flat.new_zeros(len(flat), 1, dtype=torch.int64), flat)
+            scores = logits.flatten(0, 1)
+            no_text = scores.new_zeros(len(scores), 1, dtype=torch.int64)
+            for processor in self._processors:  # the list itself looks at signatures, which is not traced
+                scores = processor(no_text, scores)
             return scores.view(logits.shape)
         rows = [
             torch.stack([self.of_row(row, text(row, node), logits[row, node]) for node in range(logits.shape[1])])
             for row in range(logits.shape[0])
         ]
         return torch.stack(rows)
+
+
+def no_text(row: int, node: int) -> Tensor:
+    """Stand in for the text of a node where no processor looks at it."""
+    raise AssertionError("a processor that looks at no text has asked for it")
+
+
+def _hashable(setting: object) -> Hashable:
+    if isinstance(setting, Tensor):
+        return tuple(setting.flatten().tolist())
+    assert isinstance(setting, Hashable)
+    return setting

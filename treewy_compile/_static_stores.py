@@ -191,7 +191,7 @@ class StaticStores:
         return True
 
     def take_in(self, handed_out: HandedOut) -> None:
-        """Note that a forward has put the last path into rings or states, so that the next one need not."""
+        """Note, without a commit, that a forward has put the last path into rings or states: the next one need not."""
         if self._gdn_layers:
             self.of_layers["", "num_known"].copy_(handed_out["", "num_known"])
             self.of_layers["", "path_length"].zero_()
@@ -215,6 +215,7 @@ class StaticStores:
             tree_conv_commit_(self._windows, self._slots, columns, parents, accepted_node)
             self._last_keys[:, :, :num_nodes] = stacked(self._gdn_layers, "key")
             self._last_log_decays[:, :, :num_nodes] = stacked(self._gdn_layers, "log_decay")
+            self.of_layers["", "num_known"].copy_(handed_out["", "num_known"])
             self.of_layers["", "path"][:, :num_nodes] = path
             self.of_layers["", "path_length"].copy_(length)
         if self._attention_layers:

@@ -59,7 +59,7 @@ class WholeDraft:
             index < 0, -1, index + self.most_pending
         )
         self._levels = list(_places(levels, self.most_pending, forward.parents.device))
-        self._learn = forward.compiled_alone(_learn, "compiling what drafts learn for")
+        self._learn = forward.compiled(_learn, "compiling what drafts learn for")
         self.forget_graphs()
 
     def forget_graphs(self) -> None:

@@ -24,9 +24,11 @@ from _record import write_record
 from _round_models import bytes_read, count_experts, random_model
 from _timing import copy_bandwidth
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from treewy._compiled_session import CompiledSession, CompiledTarget
+from treewy._greedy import GreedyChoice
+from treewy._scores import Scores
 from treewy._session import Session
 
 Size = tuple[int, int, int]
@@ -156,12 +158,13 @@ class Subject:
         forward, tree = session.prepare(tokens, parents, columns=prefix + 2 * _REPEATS * _CALLS)
         session.stores.lengthen(prefix - prompt.shape[1])
         limits = torch.full((batch,), 1000, device=device), torch.empty(0, dtype=torch.int64, device=device)
+        greedy = GreedyChoice(Scores(LogitsProcessorList(), batch))
         for _ in range(3):  # compiles, captures, replays
-            forward.round(*tree, *limits)
+            forward.round(*tree, *limits, greedy)
         if self._checked is not model:
             seconds = time.perf_counter() - start
         graph = forward.round_graph
-        round_ms = median_ms((lambda: forward.round(*tree, *limits)) if graph is None else graph.replay, device)
+        round_ms = median_ms((lambda: forward.round(*tree, *limits, greedy)) if graph is None else graph.replay, device)
         num_launches = None if graph is None else launches(graph)
         session.close()
         num_experts = self._experts(prompt, tokens, parents)

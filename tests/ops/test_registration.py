@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from parents import chain, widths
 from rounds import verify_arguments
+from sampled_trees import drawn_trees
 from snapshots import snapshot_inputs
 from tolerances import FLOAT32, relative_error
 from treewy import ops
@@ -36,8 +37,11 @@ NAMES = (
     "tree_attention",
     "tree_kv_commit_",
     "tree_snapshots",
+    "tree_sample",
 )
 FUNCTIONAL = tuple(name for name in NAMES if not name.endswith("_"))
+LIKE_THE_FIRST = tuple(name for name in FUNCTIONAL if name != "tree_sample")
+"""Those whose first result has the shape and dtype of the first argument; a sample is indices."""
 IN_PLACE = tuple(name for name in NAMES if name.endswith("_"))
 LAYERS = 2
 
@@ -67,6 +71,9 @@ def arguments(name: str, case: OpCase = TREES, dtype: torch.dtype = torch.float3
         columns = num_nodes + batch
         pool = torch.arange(LAYERS * 2 * batch * 3 * columns * 4).reshape(LAYERS, 2 * batch, 3, columns, 4).to(dtype)
         return (pool, -pool, torch.arange(batch) * 2, torch.arange(batch), solve.parents, accepted)
+    if name == "tree_sample":
+        trees = drawn_trees("without_replacement", vocab_size=9, seed=case.seed, batch=batch, num_nodes=num_nodes)
+        return (trees.probs.to(dtype), *trees[1:3], trees.draft_probs.to(dtype), trees.draft_index, *trees[5:])
     if name == "tree_snapshots":
         return tuple(snapshot_inputs(case, dtype, num_earlier=len(case.prefix_parents)))
     return tuple(case.attention_inputs(dtype, window=3))
@@ -328,6 +335,7 @@ ROWS_ONLY = {
     ("tree_snapshots", 5),
     ("tree_attention", 3),
     ("tree_attention", 4),
+    ("tree_sample", 6),
 }
 
 
@@ -335,7 +343,7 @@ def clone(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.clone() if isinstance(x, Tensor) else x for x in values)
 
 
-@pytest.mark.parametrize("name", FUNCTIONAL)
+@pytest.mark.parametrize("name", LIKE_THE_FIRST)
 def test_the_fake_is_shapes_only(name: str) -> None:
     """An engine's plugin generator asks for no less: float32 for every tensor, a fresh symbol for every dimension."""
     environment = ShapeEnv()
@@ -360,14 +368,14 @@ def test_the_fake_is_shapes_only(name: str) -> None:
     assert first.shape == fakes[0].shape
 
 
-@pytest.mark.parametrize("name", FUNCTIONAL)
+@pytest.mark.parametrize("name", LIKE_THE_FIRST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_first_result_has_the_dtype_of_the_first_argument(name: str, dtype: torch.dtype) -> None:
     results = getattr(ops, name)(*arguments(name, dtype=dtype))
     assert (results[0] if isinstance(results, tuple) else results).dtype == dtype
 
 
-@pytest.mark.parametrize("name", FUNCTIONAL)
+@pytest.mark.parametrize("name", LIKE_THE_FIRST)
 def test_backward_raises(name: str) -> None:
     first, *rest = arguments(name)
     results = getattr(ops, name)(first.requires_grad_(), *rest)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parents import widths
+from sampled_trees import drawn_trees
 from snapshots import snapshot_inputs
 from treewy import ops
 from treewy.testing import OpCase
@@ -62,6 +63,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "accepted_node": torch.tensor([0, 1, 2]),
     },
     "tree_snapshots": SNAPSHOTS,
+    "tree_sample": drawn_trees("with_replacement", vocab_size=5, seed=0)._asdict(),
 }
 TENSORS = [(call, name) for call, values in CALLS.items() for name, x in values.items() if isinstance(x, Tensor)]
 INDICES = [(call, name) for call, name in TENSORS if CALLS[call][name].dtype == torch.int64]
@@ -91,6 +93,7 @@ def free_dimensions(call: str, name: str) -> set[int]:
         ("tree_attention", "query"): {2},
         ("tree_kv_commit_", "parents"): {1},
         ("tree_snapshots", "earlier_states"): {1},
+        ("tree_sample", "draft_probs"): {1},
     }
     return free.get((call, name), set())
 
@@ -153,6 +156,7 @@ def test_heads_divide_into_groups(call: str, name: str) -> None:
         ("tree_attention", "query"),
         ("tree_kv_commit_", "parents"),
         ("tree_snapshots", "value"),
+        ("tree_sample", "probs"),
     ],
 )
 def test_a_tree_has_a_node(call: str, name: str) -> None:
