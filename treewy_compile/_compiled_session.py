@@ -179,6 +179,7 @@ class CompiledSession(Session):
         self._least_nodes = num_nodes
         self._place: Place | None = None
         self._token_ids = torch.empty(0, dtype=torch.int64)  # of the nodes on trial
+        self._lengths: list[int] = []  # committed columns a row, of which the host need not ask
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Add nodes to the tree on trial and return their logits, which the next call overwrites; see ``Session``."""
@@ -205,6 +206,7 @@ class CompiledSession(Session):
         super().reorder(index)
         if self._place is not None:
             self._place.load(self)
+            self._lengths = self.cache.lengths.tolist()
 
     def round(
         self, token_ids: Tensor, parents: Tensor, decoding: Decoding, texts: list[Tensor], draft: DraftTree
@@ -220,7 +222,10 @@ class CompiledSession(Session):
             emission = of_graph.cloned()
             if sound is not None:
                 refuse_unsound(sound)
-            self.follow()
+            self.cache.lengths = self.stores.lengths.clone()
+            committed = [len(row.token_ids) for row in emission.on_host]
+            self._lengths = [length + count for length, count in zip(self._lengths, committed, strict=True)]
+            self.cache.columns_used = max(self._lengths)
         return emission, self.stores.num_bytes
 
     @property
@@ -267,6 +272,7 @@ class CompiledSession(Session):
                 self.close()
             self._place = self._target.take(self, larger)
             self._place.load(self)  # may refuse; `close` gives back what is taken
+            self._lengths = self.cache.lengths.tolist()
         forward = self._place.forward(most_nodes)
         self._place.reserve(columns + forward.num_nodes)
         return forward
@@ -274,7 +280,8 @@ class CompiledSession(Session):
     def follow(self) -> None:
         """Let the lengths of the cache follow those of the stores."""
         self.cache.lengths = self.stores.lengths.clone()
-        self.cache.columns_used = int(self.cache.lengths.max())
+        self._lengths = self.cache.lengths.tolist()
+        self.cache.columns_used = max(self._lengths)
 
 
 def _traced_of(model: PreTrainedModel) -> list[object]:

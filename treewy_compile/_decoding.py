@@ -7,7 +7,9 @@ tokens, the path is chosen for all rows at once and cut where the text ends.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,14 @@ from treewy._device_choice import DeviceChoice
 from treewy._draft_tree import DraftTree
 from treewy._scores import Scores
 from treewy.ops import PADDING, path_to_node
+
+
+class RowOnHost(NamedTuple):
+    """What one row emits: its tokens, how many of them were drafted, and whether it ends with them."""
+
+    token_ids: list[int]
+    num_accepted: int
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -38,14 +48,23 @@ class Emission:
     ended: Tensor
     node: Tensor
 
+    @cached_property
+    def on_host(self) -> list[RowOnHost]:
+        """What the host has to know, read at once and only once: each row."""
+        counts = torch.stack([self.num_tokens, self.num_accepted, self.ended.long()], dim=1)
+        rows = torch.cat([counts, self.token_ids], dim=1).tolist()
+        return [RowOnHost(tokens[:count], accepted, bool(ended)) for count, accepted, ended, *tokens in rows]
+
     def trimmed(self) -> "Emission":
         """Return the same with no more columns than the longest row has tokens."""
-        return replace(self, token_ids=self.token_ids[:, : max(1, int(self.num_tokens.max()))])
+        longest = max(1, *(len(row.token_ids) for row in self.on_host))
+        trimmed = replace(self, token_ids=self.token_ids[:, :longest])
+        vars(trimmed)["on_host"] = self.on_host
+        return trimmed
 
     def cloned(self) -> "Emission":
         """Return a copy of it, trimmed: a captured round overwrites what it returned."""
-        copies = Emission(**{name: value.clone() for name, value in vars(self).items()})
-        return copies.trimmed()
+        return Emission(**{field.name: getattr(self, field.name).clone() for field in fields(self)}).trimmed()
 
 
 @dataclass(frozen=True)

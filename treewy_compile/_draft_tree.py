@@ -60,6 +60,9 @@ class DraftTree:
     draft_probs: Tensor | None
     sampling: Sampling
 
+    is_known = False
+    """Whether all rows are full and all tokens the target's, so that nobody has to look."""
+
     def __init__(
         self,
         token_ids: Tensor,
@@ -123,10 +126,11 @@ class DraftTree:
         return (counts > 0).cumsum(dim=1) - 1
 
     def with_token_ids(self, token_ids: Tensor) -> "DraftTree":
-        """Return the same tree of other tokens [B, N]; nothing is checked again."""
+        """Return the same tree of other tokens [B, N], which the caller knows to be the target's, in full rows."""
         assert token_ids.shape == self.token_ids.shape
         tree = copy.copy(self)
         object.__setattr__(tree, "token_ids", token_ids)
+        object.__setattr__(tree, "is_known", True)
         return tree
 
     def probs_after(self, rows: Tensor, nodes: Tensor) -> Tensor:

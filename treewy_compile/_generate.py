@@ -200,7 +200,7 @@ class CompiledGenerate:
                 )
             rounds = Rounds(session, drafter, decoding, input_ids.long(), mask, vocab_size, emit)
             rounds.start(output.logits[:, -1])
-            while not bool(rounds.ended.all()):
+            while not rounds.all_ended:
                 rounds.step()
             if streamer is not None:
                 streamer.end()

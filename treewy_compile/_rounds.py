@@ -40,30 +40,34 @@ class Rounds:
         self.stats = StatsCounter()
         self.texts = list(prompt)  # with pads, as plain generation shows them to processors and criteria
         self.ended = torch.zeros(len(prompt), dtype=torch.bool, device=session.model.device)
+        self._ended = [False] * len(prompt)
         self._drafter = drafter
         self._decoding = decoding
         rows = zip(prompt.to(self.ended.device), prompt_mask.to(self.ended.device), strict=True)
         self._real = [row[mask.bool()] for row, mask in rows]
+        self._root = torch.stack([text[-1:] for text in self.texts]).to(self.ended.device)  # last tokens [B, 1]
         self._vocab_size = vocab_size
         self._emit = emit
 
     def start(self, logits: Tensor) -> None:
         """Emit the token that prefill's last logits [B, V] choose."""
-        last = torch.stack([text[-1:] for text in self.texts]).to(logits.device)
-        emission = self._decoding.emit(logits[:, None], last, torch.full_like(last, -1), self.texts, None)
-        self.stats.add_first_tokens(int(emission.num_tokens.sum()))
+        root = self._root
+        emission = self._decoding.emit(logits[:, None], root, torch.full_like(root, -1), self.texts, None)
+        self.stats.add_first_tokens(sum(len(row.token_ids) for row in emission.on_host))
         self._append(emission)
 
     def step(self) -> None:
         """Run one round for all rows that have not ended."""
         draft = self._drafter.propose(*self._context())
         token_ids, parents = self._with_root(draft)
+        deepest = depths(parents).max(dim=1).values  # as long as a GPU is busy with drafts, this costs nothing
         emission, state_bytes = self.session.round(token_ids, parents, self._decoding, self.texts, draft)
-        live = ~self.ended
+        live = [row for row, ended in enumerate(self._ended) if not ended]
+        rows, depth = emission.on_host, deepest.tolist()
         self.stats.add_round(
-            emission.num_tokens[live].tolist(),
-            emission.num_accepted[live].tolist(),
-            depths(parents).max(dim=1).values[live].tolist(),
+            [len(rows[row].token_ids) for row in live],
+            [rows[row].num_accepted for row in live],
+            [depth[row] for row in live],
             parents.shape[1],
             state_bytes,
             self.session.cache.num_snapshot_bytes * parents.shape[1],
@@ -91,6 +95,8 @@ class Rounds:
                 f"the draft tree is on {draft.token_ids.device} but the batch is on {device}; "
                 f"move its tensors with .to({str(device)!r})"
             )
+        if draft.is_known:
+            return self._planted(draft.token_ids, draft)
         real = torch.arange(draft.token_ids.shape[1], device=device) < draft.num_nodes[:, None]
         wrong = real & ((draft.token_ids < 0) | (draft.token_ids >= self._vocab_size))
         if bool(wrong.any()):
@@ -100,21 +106,33 @@ class Rounds:
                 f"vocabulary of {self._vocab_size}; the drafter must use the target's tokenizer"
             )
         self._decoding.check(draft, self._vocab_size)
-        root = torch.stack([text[-1:] for text in self.texts]).to(device)
-        token_ids = torch.cat([root, torch.where(real, draft.token_ids, 0)], dim=1)
-        parents = torch.cat([torch.full_like(root, -1), draft.parents + 1], dim=1)
-        parents = pad_parents(parents, torch.where(self.ended, 0, draft.num_nodes + 1))
-        # no node so deep that the text would be full before it is emitted
-        room = self._decoding.room(self.texts).to(device)
-        parents = torch.where(depths(parents) < room[:, None], parents, PADDING)
+        token_ids, parents = self._planted(torch.where(real, draft.token_ids, 0), draft)
         size = 1 + int((parents != PADDING).any(dim=0).nonzero().max())
         return token_ids[:, :size], parents[:, :size]
 
+    def _planted(self, token_ids: Tensor, draft: DraftTree) -> tuple[Tensor, Tensor]:
+        """Put the root before the nodes of a draft, whose tokens are given; nothing waits for them."""
+        parents = torch.cat([torch.full_like(self._root, -1), draft.parents + 1], dim=1)
+        parents = pad_parents(parents, torch.where(self.ended, 0, draft.num_nodes + 1))
+        # no node so deep that the text would be full before it is emitted
+        room = self._decoding.room(self.texts).to(parents.device)
+        parents = torch.where(depths(parents) < room[:, None], parents, PADDING)
+        return torch.cat([self._root, token_ids], dim=1), parents
+
     def _append(self, emission: Emission) -> None:
         self.ended = self.ended | emission.ended
-        for row, count in enumerate(emission.num_tokens.tolist()):
-            new = emission.token_ids[row, :count]
-            self.texts[row] = torch.cat([self.texts[row], new.to(self.texts[row].device)])
-            self._real[row] = torch.cat([self._real[row], new])
-            for token in new.tolist():
+        last = emission.token_ids.gather(1, (emission.num_tokens - 1).clamp(min=0)[:, None])
+        self._root = torch.where(emission.num_tokens[:, None] > 0, last, self._root)
+        for row, (tokens, _, ended) in enumerate(emission.on_host):
+            self._ended[row] |= ended
+            if tokens:
+                new = emission.token_ids[row, : len(tokens)]
+                self.texts[row] = torch.cat([self.texts[row], new.to(self.texts[row].device)])
+                self._real[row] = torch.cat([self._real[row], new])
+            for token in tokens:
                 self._emit(row, token)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return all(self._ended)
