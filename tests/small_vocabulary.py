@@ -64,16 +64,22 @@ def expected_texts(**options: Any) -> dict[Text, float]:
 
 
 def drawn_texts(
-    drafting: Callable[[], Options], number: int = NUM_DRAWS, length: int = LENGTH, **options: Any
+    drafting: Callable[[], Options],
+    number: int = NUM_DRAWS,
+    length: int = LENGTH,
+    model: PreTrainedModel | None = None,
+    **options: Any,
 ) -> tuple[list[Text], float]:
-    """Many continuations, and how often a node of the first level was accepted."""
+    """Many continuations, of another compiled model if given, and how often a node of the first level was accepted."""
     texts: list[Text] = []
     accepted = rounds = 0.0
     generator = torch.Generator().manual_seed(0)
+    model = compiled_eight(0) if model is None else model
+    prompt = PROMPT.to(model.device)
     for _ in range(number // 500):
-        output = compiled_eight(0).generate(
-            PROMPT.expand(500, -1),
-            attention_mask=torch.ones(500, PROMPT.shape[1]),
+        output = model.generate(
+            prompt.expand(500, -1),
+            attention_mask=torch.ones(500, PROMPT.shape[1], device=prompt.device),
             max_new_tokens=length,
             pad_token_id=0,
             return_dict_in_generate=True,

@@ -1,5 +1,6 @@
 """Compiled rounds on a CUDA device: captured as graphs they give the plain text, and the bits of what was captured."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,14 +8,39 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 import treewy
 from compiled_calls import cuda_calls
+from distributions import p_value
 from knowing_drafter import KnowingDrafter
-from models import FAMILIES, VOCAB_SIZE, fresh_model, left_padded
-from treewy import _compiled_forward
+from models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    draft_with_embeddings_of,
+    fresh_model,
+    left_padded,
+    noisy_copy,
+    plain_model,
+)
+from small_vocabulary import PROMPT, drawn_texts, eight_tokens, expected_texts
+from tolerances import CHI_SQUARE_P_VALUE
+from treewy import AssistantDrafter, DraftTree, _compiled_forward
 from treewy._compiled_session import CompiledSession, CompiledTarget
+from treewy._draft_tree import Sampling
 from treewy._greedy import GreedyChoice
+from treewy._sampling import SampledChoice
 from treewy._scores import Scores
 from treewy.testing import check_equivalence
 
@@ -77,21 +103,95 @@ def test_what_is_captured_has_the_bits_of_what_is_not(dtype: torch.dtype, monkey
         assert torch.equal(ours, plain)
 
 
-def test_a_greedy_round_is_one_launch() -> None:
-    """Of a graph; what is copied into its place before it is counted beside it."""
+WARPERS = LogitsProcessorList(
+    [
+        TemperatureLogitsWarper(0.7),
+        TopKLogitsWarper(20),
+        TopPLogitsWarper(0.9),
+        MinPLogitsWarper(0.01),
+        TypicalLogitsWarper(0.95),
+        EpsilonLogitsWarper(1e-4),
+        EtaLogitsWarper(1e-4),
+        SuppressTokensLogitsProcessor([3, 5]),
+        InfNanRemoveLogitsProcessor(),
+        LogitNormalization(),
+    ]
+)
+
+
+def drafted(sampling: Sampling | None) -> DraftTree:
+    """A tree of four nodes under a root, in one row; drawn from two distributions, or from none."""
+    probs = torch.rand(1, 2, VOCAB_SIZE).softmax(dim=-1).cuda()
+    tokens = torch.tensor([[7, 8, 9, 10]]).cuda()
+    drawn = {} if sampling in (None, "top") else {"draft_probs": probs, "sampling": sampling}
+    return DraftTree(tokens, torch.tensor([-1, -1, 0, 0]).cuda(), **drawn)
+
+
+@pytest.mark.parametrize("processors", ["none", "all that can be captured"])
+@pytest.mark.parametrize("sampling", [None, "top", "with_replacement", "without_replacement"])
+def test_a_round_is_one_launch(sampling: Sampling | None, processors: str) -> None:
+    """Of a graph, greedy or sampled; what is copied or drawn into its place before it is counted beside it."""
     model = fresh_model("qwen3_next").to("cuda", torch.bfloat16)
     session = CompiledSession(CompiledTarget(model, "inductor", "deferred"))
     prompt = torch.randint(0, VOCAB_SIZE, (1, 9)).cuda()
     session.prefill(prompt, torch.ones_like(prompt))
-    tokens, parents = torch.randint(0, VOCAB_SIZE, (1, 5)).cuda(), torch.tensor([[-1, 0, 0, 1, 1]]).cuda()
+    draft = drafted(sampling)
+    tokens = torch.nn.functional.pad(draft.token_ids, (1, 0))
+    parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=-1)
     forward, nodes = session.prepare(tokens, parents)
     limits = torch.tensor([50]).cuda(), torch.tensor([], dtype=torch.int64).cuda()
-    choice = GreedyChoice(Scores(LogitsProcessorList(), 1))
+    scores = Scores(WARPERS if processors != "none" else LogitsProcessorList(), 1)
+    choice = GreedyChoice(scores) if sampling is None else SampledChoice(scores, draft, None)
     for _ in range(3):
         forward.round(*nodes, *limits, choice)
     calls = cuda_calls(lambda: forward.round(*nodes, *limits, choice))
     assert calls["cudaGraphLaunch"] == 1
-    assert calls.get("cudaLaunchKernel", 0) == 0
+    # uniform and exponential numbers; copies of dense tensors launch no kernel, those of parts of them do
+    assert calls.get("cudaLaunchKernel", 0) <= (0 if sampling is None else 6)
+
+
+@pytest.mark.parametrize("sampling", ["top", "with_replacement", "without_replacement"])
+def test_captured_rounds_draw_from_the_distribution_of_plain_sampling(sampling: Sampling) -> None:
+    """And a generator gives the same texts again, be it on the GPU or not."""
+
+    def drafting() -> dict[str, Any]:
+        return {"drafter": AssistantDrafter(other, (3, 2), sampling=sampling)}
+
+    other = copy.deepcopy(eight_tokens(1)).cuda()
+    model = treewy.compile(copy.deepcopy(eight_tokens(0)).cuda(), backend="inductor")
+    texts, accepted = drawn_texts(drafting, model=model)
+    assert p_value(texts, expected_texts()) > CHI_SQUARE_P_VALUE
+    assert accepted > 0.1
+    options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0}
+    for device in ("cpu", "cuda"):
+        again = [
+            model.generate(PROMPT.cuda(), **options, **drafting(), generator=torch.Generator(device).manual_seed(seed))
+            for seed in (1, 1, 2)
+        ]
+        assert again[0].tolist() == again[1].tolist() != again[2].tolist()
+
+
+@pytest.mark.parametrize("kind", ["gdn", "attention"])
+def test_captured_drafts_are_those_of_the_eager_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where keys and values of both models grow. A round is three launches: drafts, the target, what drafts learn."""
+    monkeypatch.setattr("treewy._static_stores._COLUMNS", 64)
+    model = fresh_model("qwen3_5").cuda()
+    draft = noisy_copy(model, 0.2) if kind == "gdn" else draft_with_embeddings_of(plain_model("qwen3_5")).cuda()
+    prompt, mask = (x.cuda() for x in left_padded([9, 4, 6], seed=2))
+    plain, _ = plain_texts(model, prompt, mask, 120)
+    options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    options |= {"assistant_model": draft, "draft_tree": (3, 2, 1)}
+    stats = []
+    for backend in ("eager", "inductor", "inductor"):
+        if backend == "eager" or len(stats) == 1:
+            treewy.compile(model, backend=backend)
+        output = model.generate(prompt, max_new_tokens=120, **options)
+        assert torch.equal(output.sequences, plain)
+        stats.append(output.speculation)
+    assert stats[1].acceptance_by_depth == stats[2].acceptance_by_depth == stats[0].acceptance_by_depth
+    calls = cuda_calls(lambda: model.generate(prompt, max_new_tokens=60, **options))
+    rounds = model.generate(prompt, max_new_tokens=60, **options).speculation.rounds
+    assert calls["cudaGraphLaunch"] == 3 * rounds
 
 
 def test_a_check_of_captured_rounds_passes() -> None:

@@ -4,6 +4,7 @@ from faults.fault import Fault
 
 _DECODING = "treewy_compile/_decoding.py"
 _SAMPLING = "treewy_compile/_sampling.py"
+_SAMPLE = "ops/_sample.py"
 _ROUNDS = "treewy_compile/_rounds.py"
 _EQUALITY = "tests/test_generate_equality.py::"
 _CONTRACT = "tests/test_generate_contract.py::"
@@ -11,6 +12,8 @@ _CASES = "tests/test_cases.py::"
 _RULE = "tests/test_sampling.py::test_the_emitted_token_has_the_target_distribution_exactly"
 _TREES = "tests/test_sampling.py::test_every_path_of_a_tree_has_the_target_distribution"
 _WALK = "tests/test_greedy_decoding.py::test_rows_emit_and_commit_what_a_walk_from_the_root_does"
+_LITERAL = "tests/ops/test_sample.py::test_rows_follow_a_literal_walk"
+_COMPILED = "tests/test_compiled_sampling.py::"
 _STATISTICS = _CONTRACT + "test_statistics_are_those_of_the_script"
 
 DECODING = [
@@ -122,8 +125,8 @@ DECODING = [
     Fault(
         "a row does not count in the round that ends it",
         _ROUNDS,
-        "live = ~self.ended",
-        "live = ~(self.ended | emission.ended)",
+        "if not ended]\n        rows, depth",
+        "if not ended and not emission.on_host[row].ended]\n        rows, depth",
         (_STATISTICS + "[None-cut by eos]",),
     ),
     Fault(
@@ -156,51 +159,58 @@ DECODING = [
     ),
     Fault(
         "the draft's distribution is not subtracted behind a rejection",
-        _SAMPLING,
-        "residual = (p - drawn_from).clamp(min=0.0)",
-        "residual = p.clone()",
+        _SAMPLE,
+        "residual = (probs - drawn_from).clamp(min=0.0)",
+        "residual = probs.clone()",
         (_RULE,),
     ),
     Fault(
         "the ratio of acceptance is upside down",
-        _SAMPLING,
-        "ratio = p.gather(1, token) / drawn_from.gather(1, token)",
-        "ratio = drawn_from.gather(1, token) / p.gather(1, token)",
+        _SAMPLE,
+        "ratio = probs.gather(1, place) / drawn_from.gather(1, place)",
+        "ratio = drawn_from.gather(1, place) / probs.gather(1, place)",
         (_RULE,),
     ),
     Fault(
         "siblings drawn without replacement are taken for draws with replacement",
-        _SAMPLING,
-        "q = q.scatter(1, token, 0.0)",
+        _SAMPLE,
+        "draft_probs = draft_probs.scatter(1, place, 0.0)",
         "pass",
         (_RULE,),
     ),
     Fault(
         "the token behind rejected siblings is drawn from the target's own distribution",
-        _SAMPLING,
-        "others = draw(residual, self._generator)[:, None]",
-        "others = draw(probs, self._generator)[:, None]",
-        (_TREES + "[top-(2, 2)]",),
+        _SAMPLE,
+        "left / exponential",
+        "probs[torch.arange(len(left)), node.clamp(min=0)] / exponential",
+        (_LITERAL + "[top]", _TREES + "[top-(2, 2)]"),
     ),
     Fault(
         "siblings share one random number",
-        _SAMPLING,
-        "uniform = torch.rand(accept.shape, dtype=accept.dtype, device=device, generator=self._generator)",
-        "uniform = torch.rand(len(accept), 1, dtype=accept.dtype, device=device, generator=self._generator)",
-        (_TREES + "[top-(2, 2)]",),
+        _SAMPLE,
+        "(uniform[:, child] < accept)",
+        "(uniform[:, 0] < accept)",
+        (_LITERAL + "[top]", _TREES + "[top-(2, 2)]"),
+    ),
+    Fault(
+        "a rejected child stays rejected where nothing is left to draw from",
+        _SAMPLE,
+        "torch.where(is_left, ratio.clamp(max=1.0), 1.0)[:, 0]",
+        "ratio.clamp(max=1.0)[:, 0]",
+        ("tests/ops/test_sample.py::test_a_child_behind_which_nothing_would_be_left_is_accepted[top]",),
     ),
     Fault(
         "children are compared with the distribution of another parent",
         _SAMPLING,
-        "node.to(home) - 1)",
-        "(node.to(home) - 2).clamp(min=-1))",
+        "index[:, :size].clamp(0, number - 1)",
+        "index[:, :size].sub(1).clamp(0, number - 1)",
         (_TREES + "[without_replacement-(2, 2)]",),
     ),
     Fault(
         "acceptance is not drawn from the generator that was given",
         _SAMPLING,
-        "device=device, generator=self._generator)",
-        "device=device)",
+        "draw_into(place, generator=generator)",
+        "draw_into(place)",
         ("tests/test_sampled_settings.py::test_a_generator_gives_the_same_text_again_and_leaves_pytorchs_own_alone",),
     ),
     Fault(
@@ -216,5 +226,26 @@ DECODING = [
         "        draft.check_draft_probs(vocab_size)",
         "        pass",
         ("tests/test_bad_drafts.py::test_a_draft_that_cannot_be_sampled_from_is_refused",),
+    ),
+    Fault(
+        "what was compiled for some settings of processors serves others",
+        "treewy_compile/_device_choice.py",
+        "return type(self), self.scores.settings",
+        "return type(self), ()",
+        (_COMPILED + "test_equal_settings_are_compiled_once_and_others_compile_the_acceptance_alone",),
+    ),
+    Fault(
+        "a compiled acceptance reads processors that a user may change",
+        "treewy_compile/_scores.py",
+        "processors = copy.deepcopy(self._processors)",
+        "processors = self._processors",
+        (_COMPILED + "test_processors_that_a_user_changes_are_not_those_that_were_compiled",),
+    ),
+    Fault(
+        "a compiled round emits what was drawn from no distribution",
+        "treewy_compile/_compiled_session.py",
+        "refuse_unsound(sound)",
+        "pass",
+        (_COMPILED + "test_scores_that_are_no_distribution_raise_in_a_compiled_round_and_the_model_stays_usable",),
     ),
 ]

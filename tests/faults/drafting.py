@@ -5,6 +5,8 @@ from faults.fault import Fault
 _CONFIDENT = "tests/test_confident_drafts.py::"
 _SETTINGS = "tests/test_sampled_settings.py::"
 _ISOLATION = "tests/test_compile_isolation.py::"
+_COMPILED = "tests/test_compiled_drafts.py::"
+_FOLLOWS = _COMPILED + "test_drafts_follow_any_text"
 _ASSISTANT = "treewy_compile/_assistant.py"
 _ANCHORS = "passes/_anchors.py"
 _DRAFTERS = "tests/test_drafters.py::"
@@ -140,8 +142,8 @@ DRAFTING = [
     Fault(
         "the first token of each row is a pad to the draft model",
         _ASSISTANT,
-        "self._session.prefill(prompt, source >= 0)",
-        "self._session.prefill(prompt, source > 0)",
+        "session.prefill(prompt, source >= 0)",
+        "session.prefill(prompt, source > 0)",
         (_PROPOSALS + "[widths0-qwen3_next]",),
     ),
     Fault(
@@ -188,6 +190,34 @@ DRAFTING = [
         "finally:\n        with _lock:",
         "finally:\n        if True:",
         (_ISOLATION + "test_redirections_are_counted_under_a_lock",),
+    ),
+    Fault(
+        "a tree that has grown takes the last path in again",
+        "treewy_compile/_static_stores.py",
+        '            self.of_layers["", "path_length"].zero_()\n',
+        "",
+        (_COMPILED + "test_a_tree_grows_by_levels_as_in_the_eager_engine[qwen3_next-deferred]",),
+    ),
+    Fault(
+        "drafts on the device count the last emitted token as seen",
+        "treewy_compile/_whole_draft.py",
+        "(after_root < num_emitted[:, None] - 1)",
+        "(after_root < num_emitted[:, None])",
+        (_FOLLOWS + "[levels0]",),
+    ),
+    Fault(
+        "a row to which nothing was emitted loses its root on the device",
+        "treewy_compile/_whole_draft.py",
+        "torch.where(stays[:, None], root, following)",
+        "following",
+        (_FOLLOWS + "[levels0]",),
+    ),
+    Fault(
+        "a level drafted on the device has the children of other nodes",
+        "treewy_compile/_whole_draft.py",
+        "(parent - start) * width + rank",
+        "(parent - start) + rank",
+        (_FOLLOWS + "[levels0]",),
     ),
     Fault(
         "other models of the class are redirected as well",

@@ -288,4 +288,18 @@ KERNELS = [
         "result = tl.where(parent != -3, result, 0.0)",
         (_ATTENTION + "test_trees[tiles of padding]",),
     ),
+    Fault(
+        "the draft's mass counts tokens that were taken out of it",
+        "ops/_sample_kernel.py",
+        "draft_masses += tl.where(taken, 0.0, draft_left)",
+        "draft_masses += draft_left",
+        ("tests/ops/test_sample_interpreted.py::test_chooses_as_the_reference[without_replacement-8]",),
+    ),
+    Fault(
+        "what a rejection left is not divided by its mass",
+        "ops/_sample_kernel.py",
+        "p_left = tl.maximum(before, 0.0) / mass",
+        "p_left = tl.maximum(before, 0.0)",
+        ("tests/ops/test_sample_interpreted.py::test_chooses_as_the_reference[with_replacement-8]",),
+    ),
 ]

@@ -168,8 +168,8 @@ PASSES = [
     Fault(
         "a compiled commit leaves the number of known rows",
         "treewy_compile/_static_stores.py",
-        '        self.of_layers["", "num_known"].copy_(handed_out["", "num_known"])\n',
-        "",
+        '"num_known"].copy_(handed_out["", "num_known"])\n            self.of_layers["", "path"][',
+        '"num_known"].clone()\n            self.of_layers["", "path"][',
         (_STORES,),
     ),
     Fault(
@@ -245,8 +245,8 @@ PASSES = [
     Fault(
         "room for keys and values is made for the nodes that were drafted, not for their padding",
         "treewy_compile/_compiled_session.py",
-        "self.cache.columns_used) + forward.num_nodes)",
-        "self.cache.columns_used) + num_nodes)",
+        "self._place.reserve(columns + forward.num_nodes)",
+        "self._place.reserve(columns + num_nodes)",
         (_MANY,),
     ),
     Fault(
