@@ -1,6 +1,7 @@
 """Compiled rounds on a CUDA device: captured as graphs they give the plain text, and the bits of what was captured."""
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def test_captured_rounds_draw_from_the_distribution_of_plain_sampling(sampling: 
     texts, accepted = drawn_texts(drafting, model=model)
     assert p_value(texts, expected_texts()) > CHI_SQUARE_P_VALUE
     assert accepted > 0.1
-    options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0}
+    options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT)}
     for device in ("cpu", "cuda"):
         again = [
             model.generate(PROMPT.cuda(), **options, **drafting(), generator=torch.Generator(device).manual_seed(seed))
@@ -173,10 +174,12 @@ def test_captured_rounds_draw_from_the_distribution_of_plain_sampling(sampling: 
 
 @pytest.mark.parametrize("kind", ["gdn", "attention"])
 def test_captured_drafts_are_those_of_the_eager_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where keys and values of both models grow. A round is three launches: drafts, the target, what drafts learn."""
+    """Also where keys and values grow. A round is three launches: drafts, the target, and what drafts learn."""
     monkeypatch.setattr("treewy._static_stores._COLUMNS", 64)
     model = fresh_model("qwen3_5").cuda()
-    draft = noisy_copy(model, 0.2) if kind == "gdn" else draft_with_embeddings_of(plain_model("qwen3_5")).cuda()
+    plain_target = plain_model("qwen3_5")
+    draft = noisy_copy(plain_target, 0.2) if kind == "gdn" else draft_with_embeddings_of(plain_target)
+    draft = copy.deepcopy(draft).cuda()
     prompt, mask = (x.cuda() for x in left_padded([9, 4, 6], seed=2))
     plain, _ = plain_texts(model, prompt, mask, 120)
     options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
@@ -192,6 +195,25 @@ def test_captured_drafts_are_those_of_the_eager_engine(kind: str, monkeypatch: p
     calls = cuda_calls(lambda: model.generate(prompt, max_new_tokens=60, **options))
     rounds = model.generate(prompt, max_new_tokens=60, **options).speculation.rounds
     assert calls["cudaGraphLaunch"] == 3 * rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_graph_needs_nothing_of_one_that_is_gone(dtype: torch.dtype) -> None:
+    """Not even the workspace of cuBLAS, once somebody has PyTorch forget those."""
+    left, right = (torch.randn(rows, 4096, device="cuda", dtype=dtype) for rows in (16, 4096))
+    graphs = [_compiled_forward.Captured(lambda: left @ right, left.device, "a product") for _ in range(2)]
+    for graph in graphs:
+        for _ in range(2):
+            graph()
+    del graphs[0], graph
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    taken = [torch.full((2**22,), float("nan"), device="cuda") for _ in range(64)]  # where memory has become free
+    product = graphs[0]().clone()
+    torch.cuda.synchronize()
+    assert torch.equal(product, left @ right)
+    assert all(bool(x.isnan().all()) for x in taken)
 
 
 def test_a_check_of_captured_rounds_passes() -> None:

@@ -7,8 +7,8 @@ accepted, how long each row is. So one graph serves every tree of its size, and 
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import FrameSummary
 from types import FunctionType
@@ -315,12 +315,28 @@ class Captured:
                 with (
                     compiling(_log, f"capturing {self._what}"),
                     self._one_at_a_time,
+                    _own_workspace(),
                     torch.cuda.graph(graph, capture_error_mode="thread_local"),
                 ):
                     self._results = self._function()
                 self.graph = graph
             self.graph.replay()
             return self._results
+
+
+@contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Let what is captured have a workspace of cuBLAS in its own memory.
+
+    PyTorch keeps one a stream, also one that was made in a capture, in the memory of that graph. The next graph would
+    use it as well, and hang in the air once the first is gone and somebody, such as ``torch.compile`` with graphs of
+    its own, has PyTorch forget its workspaces.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _innermost(failed: Exception) -> list[FrameSummary]:
