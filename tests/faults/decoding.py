@@ -181,8 +181,8 @@ DECODING = [
     Fault(
         "the token behind rejected siblings is drawn from the target's own distribution",
         _SAMPLE,
-        "left / exponential",
-        "probs[torch.arange(len(left)), node.clamp(min=0)] / exponential",
+        "torch.where(left > 0, left / exponential, -1.0)",
+        "(probs[torch.arange(len(left)), node.clamp(min=0)] / exponential)",
         (_LITERAL + "[top]", _TREES + "[top-(2, 2)]"),
     ),
     Fault(
