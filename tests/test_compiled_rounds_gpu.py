@@ -163,7 +163,7 @@ def test_captured_rounds_draw_from_the_distribution_of_plain_sampling(sampling: 
     texts, accepted = drawn_texts(drafting, model=model)
     assert p_value(texts, expected_texts()) > CHI_SQUARE_P_VALUE
     assert accepted > 0.1
-    options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT)}
+    options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT).cuda()}
     for device in ("cpu", "cuda"):
         again = [
             model.generate(PROMPT.cuda(), **options, **drafting(), generator=torch.Generator(device).manual_seed(seed))

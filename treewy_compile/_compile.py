@@ -63,6 +63,7 @@ def compile(
         backend: How verification runs. "eager": the model's own code, redirected layer by layer. "inductor": its graph,
             rewritten by passes and compiled, on CUDA captured so that a round is one launch; the first rounds of a
             number of rows and nodes take up to a minute. "aot_eager": the same without Inductor, to look for mistakes.
+            Draft models run behind the same backend.
         commit: When accepted nodes reach the state; tokens are the same. "immediate", the default of "eager": after
             each round. "fused": when the next verification begins. "deferred", the default of compiled backends: when a
             ring of 16 known rows is full, so that the state is written once in some rounds. "snapshots" keeps a state a
