@@ -1,13 +1,14 @@
 """Draft models behind a compiled backend: what they propose, and that a tree may grow level by level."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, LogitsProcessorList, PreTrainedModel
 
 import treewy
 from models import (
@@ -185,6 +186,70 @@ def test_drafts_follow_any_text(levels: tuple[int, ...]) -> None:
                 drafter.reorder(order)
         if number == 4:
             texts = [texts[row] for row in order]
+
+
+class Mixed(treewy.Drafter):
+    """Leave every third round to nobody, or do not tell how it ended."""
+
+    def __init__(self, drafter: treewy.AssistantDrafter, left_out: str) -> None:
+        self._drafter, self._left_out, self._rounds = drafter, left_out, 0
+
+    def prepare(self, context: DraftingContext) -> None:
+        self._drafter.prepare(context)
+
+    def propose(self, input_ids: Tensor, lengths: Tensor) -> treewy.DraftTree:
+        self._rounds += 1
+        if self._rounds % 3 == 0 and self._left_out == "propose":
+            return treewy.DraftTree(input_ids[:, :0], input_ids[:, :0])
+        return self._drafter.propose(input_ids, lengths)
+
+    def update(self, token_ids: Tensor, num_tokens: Tensor) -> None:
+        if self._rounds % 3 or self._left_out != "update":
+            self._drafter.update(token_ids, num_tokens)
+
+    def reset(self) -> None:
+        self._drafter.reset()
+
+
+@pytest.mark.parametrize("left_out", ["propose", "update"])
+def test_drafts_may_be_mixed_with_those_of_others(left_out: str) -> None:
+    model, same = fresh_model("qwen3_next"), plain_model("qwen3_next")
+    seen = []
+    for backend in ("eager", "aot_eager"):
+        treewy.compile(model, backend=backend)
+        drafter = Mixed(treewy.AssistantDrafter(same, (1, 1, 1)), left_out)
+        seen.append(speculative(model, PROMPT, MASK, max_new_tokens=30, drafter=drafter).speculation)
+    assert seen[0].acceptance_by_depth == seen[1].acceptance_by_depth
+    assert seen[0].rounds == seen[1].rounds
+
+
+def test_trees_become_shallower_where_a_text_ends_and_drafters_can_be_pickled() -> None:
+    model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager", max_cache_len=16)
+    prompt = PROMPT[:1, :6]
+    drafter = treewy.AssistantDrafter(plain_model("qwen3_next"), (1,) * 5)
+    output = speculative(model, prompt, torch.ones_like(prompt), max_new_tokens=10, drafter=drafter)
+    assert output.sequences.shape == (1, 16)
+    assert pickle.loads(pickle.dumps(drafter)).__dict__.keys() == vars(drafter).keys()
+
+
+def test_a_draft_model_that_cannot_be_traced_drafts_in_eager_and_says_so_once() -> None:
+    """Here because of its soft cap, which only its attention tells."""
+    model = fresh_model("qwen3_next")
+    size = model.config.vocab_size
+    config = Gemma2Config(
+        vocab_size=size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    draft = Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    draft.set_attn_implementation("eager")
+    treewy.compile(model, backend="aot_eager")
+    options = {"assistant_model": draft, "draft_tree": (2, 1), "max_new_tokens": 9}
+    with pytest.warns(UserWarning, match=r"draft model Gemma2ForCausalLM drafts with backend 'eager'.*softcap"):
+        first = speculative(model, PROMPT, MASK, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        again = speculative(model, PROMPT, MASK, **options)
+    assert first.sequences.tolist() == again.sequences.tolist() == greedy(model, PROMPT, MASK, 9).tolist()
 
 
 def drafted_path(tree: treewy.DraftTree, row: int, depth: int) -> Tensor:

@@ -173,6 +173,12 @@ def test_pads_behind_the_first_token_are_refused_and_the_model_stays_usable() ->
     mask = torch.tensor([[1, 1, 0, 1, 1, 1]])
     with pytest.raises(ValueError, match="zeros behind the first token"):
         speculative(model, prompt, mask, max_new_tokens=5, prompt_lookup_num_tokens=2)
+    (place,) = model.generate.target._free
+    columns = place.stores.prefix.keys[3].shape[2]
+    long = random_tokens(1, 300, seed=2)
+    with pytest.raises(ValueError, match="zeros behind the first token"):
+        speculative(model, long, (long != long[0, 9]).long(), max_new_tokens=5, prompt_lookup_num_tokens=2)
+    assert place.stores.prefix.keys[3].shape[2] == columns  # or graphs would look where they lay before
     assert compiled_text(model, prompt) == right == plain_text(plain_model("qwen3_next"), prompt)
     assert graphs() == compiled_once  # what was compiled is still there
 

@@ -163,7 +163,12 @@ def test_captured_rounds_draw_from_the_distribution_of_plain_sampling(sampling: 
     texts, accepted = drawn_texts(drafting, model=model)
     assert p_value(texts, expected_texts()) > CHI_SQUARE_P_VALUE
     assert accepted > 0.1
-    options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT).cuda()}
+    options = {
+        "max_new_tokens": 30,
+        "do_sample": True,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(PROMPT).cuda(),
+    }
     for device in ("cpu", "cuda"):
         again = [
             model.generate(PROMPT.cuda(), **options, **drafting(), generator=torch.Generator(device).manual_seed(seed))
@@ -195,6 +200,18 @@ def test_captured_drafts_are_those_of_the_eager_engine(kind: str, monkeypatch: p
     calls = cuda_calls(lambda: model.generate(prompt, max_new_tokens=60, **options))
     rounds = model.generate(prompt, max_new_tokens=60, **options).speculation.rounds
     assert calls["cudaGraphLaunch"] == 3 * rounds
+
+
+def test_a_commit_is_captured_with_what_its_own_verification_hands_out() -> None:
+    """Drawn drafts run level by level, and others in one graph, on the same forward of a draft model."""
+    model = fresh_model("qwen3_next").cuda()
+    treewy.compile(model, backend="inductor")
+    prompt = torch.randint(2, VOCAB_SIZE, (1, 7)).cuda()
+    options = {"assistant_model": copy.deepcopy(plain_model("qwen3_next")).cuda(), "draft_tree": (1, 1, 1)}
+    options |= {"pad_token_id": 0, "return_dict_in_generate": True}
+    for do_sample, number in ((True, 5), (False, 20), (True, 60), (True, 60)):
+        output = model.generate(prompt, do_sample=do_sample, max_new_tokens=number, **options)
+        assert min(output.speculation.acceptance_by_depth) > 0.99
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,7 +1,8 @@
 """Draft with a smaller model, attention-only or itself a GDN hybrid, as a chain or as a tree of its best tokens."""
 
+import warnings
 from collections.abc import Sequence
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from treewy._drafters import DraftingContext
 from treewy._drafting_on_device import DraftingOnDevice
 from treewy._sampling import draw, draw_without_replacement
 from treewy._session import Session
+from treewy._whole_draft import WholeDraft
 from treewy.ops import PADDING, depths
+from treewy.ops._launch import LARGEST_TREE
 
 _DEFAULT_NUM_TOKENS = 20  # what transformers assumes when the draft model's generation_config says nothing
 _DEFAULT_CONFIDENCE = 0.4
@@ -129,7 +132,9 @@ class AssistantDrafter:
         if self._session is None:
             self._begin(tokens, counts, input_ids.device)
         if self._on_device is not None:
-            return self._on_device.propose(tokens.shape[1])
+            if self._on_device.follows(counts):
+                return self._on_device.propose(tokens.shape[1])
+            self._seen, self._on_device = self._on_device.leave(), None
         assert self._session is not None
         above_logits, root = self._catch_up(tokens, counts)  # logits of the nodes that get children next [B, n, V]
         first_draft = self._session.num_nodes
@@ -203,22 +208,40 @@ class AssistantDrafter:
 
         Where trees grow in one launch the last token is left to be the root of the first.
         """
-        self._session = session = self._open_session()
+        session = self._open_session()
         on_device = isinstance(session, CompiledSession) and self._drafts_most_probable and bool((lengths > 1).all())
         seen = lengths - 1 if on_device else lengths
         size = int(seen.max())
         source = torch.arange(size, device=tokens.device) - (size - seen[:, None])  # pads go to the left
         prompt = self._known(tokens.gather(1, source.clamp(min=0)))
         self._prompt_logits = session.prefill(prompt, source >= 0)[:, None]
+        self._session = session
+        if isinstance(session, CompiledSession):
+            try:
+                session.try_out()
+            except ValueError as error:
+                what = f"the draft model {type(self._model).__name__}"
+                warnings.warn(f"{what} drafts with backend 'eager', for a compiled one cannot: {error}", stacklevel=2)
+                self._begin(tokens, lengths, device)
+                return
         self._seen = seen
         if on_device and isinstance(session, CompiledSession):
             last = tokens.gather(1, seen[:, None])[:, 0]
             vocab_size = self._vocab_size if self._context is None else self._context.vocab_size
             self._on_device = DraftingOnDevice(session, self._levels, vocab_size, self._vocab_size, seen, last, device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without what belongs to a text."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied.reset()
+        return vars(copied)
+
     @property
     def _drafts_most_probable(self) -> bool:
-        """Whether the most probable tokens are drafted, as they come, in trees of one size."""
+        """Whether the most probable tokens are drafted, as they come, in trees of one size that kernels take."""
+        if WholeDraft.num_nodes(self._levels) > LARGEST_TREE:
+            return False
         as_they_come = self._context is None or not self._context.scores.change_logits
         return self._sampling == "top" and self._confidence is None and as_they_come
 

@@ -14,7 +14,7 @@ _KEPT = 2  # draft models, the last used ones: what is compiled keeps its model
 class CompiledDrafts:
     """What is compiled of the draft models of one target.
 
-    A draft model that has been given to ``treewy.compile`` itself runs as it was told there.
+    A draft model that has been given to ``treewy.compile`` itself runs behind the backend that it was given there.
 
     Args:
         backend: Of the target.
@@ -33,7 +33,7 @@ class CompiledDrafts:
     def open(self, model: PreTrainedModel, num_nodes: int) -> Session:
         """Make the stores of a draft model that will be given so many nodes."""
         target = self._target_of(model)
-        return Session(model) if target is None else target.open(num_nodes=num_nodes)
+        return Session(model) if target is None or target.has_failed else target.open(num_nodes=num_nodes)
 
     def _target_of(self, model: PreTrainedModel) -> CompiledTarget | None:
         own = vars(model).get("generate")

@@ -32,7 +32,7 @@ from treewy.passes import AttentionLayerInfo, GdnLayerInfo, LayerInfo, TreeBacke
 _log = logging.getLogger(__name__)
 
 _KEPT_ROUNDS = 4
-"""Ways of choosing whose graphs are kept; each has memory for a round."""
+"""Ways of choosing, and shapes of drafts, whose graphs are kept; each has memory for a round."""
 
 
 class CompiledForward:
@@ -42,7 +42,7 @@ class CompiledForward:
     capture. The second call captures.
 
     Args:
-        model: The target.
+        model: The target, or a draft model.
         cache_keyword: Name under which the model takes its cache.
         gdn_layers: Its Gated DeltaNet layers.
         attention_layers: Its attention layers.
@@ -103,7 +103,8 @@ class CompiledForward:
         self._forward = self.compiled(forward, "rewriting and compiling", rewrite)
         self._commit: Callable[..., None] = self.compiled(StaticStores.commit, "compiling the commit of")
         self._vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self._handed_out: HandedOut = {}
+        self.handed_out: HandedOut = {}
+        """By the verification that is to be committed; each has places of its own."""
         self.logits: Tensor | None = None
         """Of the nodes that were verified last [B, N, V]; the next call overwrites them."""
         self.forget_graphs()
@@ -136,9 +137,9 @@ class CompiledForward:
     def whole_draft(self, levels: Levels, vocab_size: int, draft_vocab_size: int) -> WholeDraft:
         """Return what drafts trees of a shape with this model; see :class:`WholeDraft`."""
         key = str(levels), vocab_size, draft_vocab_size
-        if key not in self._drafts:
-            self._drafts[key] = WholeDraft(self, levels, vocab_size, draft_vocab_size)
-        return self._drafts[key]
+        draft = self._drafts.pop(key, None) or WholeDraft(self, levels, vocab_size, draft_vocab_size)
+        self._drafts = dict([*self._drafts.items(), (key, draft)][-_KEPT_ROUNDS:])
+        return draft
 
     def captured(self, function: Callable[[], Any], what: str) -> Callable[[], Any]:
         """Return a function that is captured where there are CUDA graphs."""
@@ -149,7 +150,8 @@ class CompiledForward:
     @property
     def is_captured(self) -> bool:
         """Whether there is a graph of a round or of a part of one."""
-        functions = self._verified, self._committed, *(of_choice.run for of_choice in self._rounds.values())
+        functions = [self._verified, self._committed, *(of_choice.run for of_choice in self._rounds.values())]
+        functions += [function for draft in self._drafts.values() for function in draft.captured]
         return any(getattr(function, "graph", None) is not None for function in functions)
 
     @property
@@ -161,7 +163,8 @@ class CompiledForward:
         """Return the logits of nodes [B, N, V]; they are overwritten by the next call."""
         self.token_ids.copy_(token_ids)
         self.parents.copy_(parents)
-        logits: Tensor = self._verified()
+        logits: Tensor
+        logits, self.handed_out = self._verified()
         self.logits = logits
         return logits
 
@@ -227,15 +230,19 @@ class CompiledForward:
         """The graph of the last round, once it is captured."""
         return getattr([*self._rounds.values()][-1].run, "graph", None)
 
-    def run_verify(self) -> Tensor:
-        """Verify, as a part of what is captured: the nodes in ``token_ids`` and ``parents``; return their logits."""
-        logits, self._handed_out = self._verify()
-        self._stores.take_in(self._handed_out)
-        return logits
+    def run_verify(self) -> tuple[Tensor, HandedOut]:
+        """Verify, as a part of what is captured, the nodes in ``token_ids`` and ``parents``.
+
+        Returns:
+            Their logits, and what has to be in ``handed_out`` when they are committed, also behind a replay.
+        """
+        logits, handed_out = self._verify()
+        self._stores.take_in(handed_out)
+        return logits, handed_out
 
     def run_commit(self) -> None:
         """Commit, as a part of what is captured: the path to ``accepted_node``."""
-        self._commit(self._stores, self._handed_out, self.parents, self.accepted_node)
+        self._commit(self._stores, self.handed_out, self.parents, self.accepted_node)
 
     def _verify(self) -> tuple[Tensor, HandedOut]:
         place = self._stores.next_position, self._stores.prefix
@@ -330,7 +337,8 @@ def _own_workspace() -> Iterator[None]:
 
     PyTorch keeps one a stream, also one that was made in a capture, in the memory of that graph. The next graph would
     use it as well, and hang in the air once the first is gone and somebody, such as ``torch.compile`` with graphs of
-    its own, has PyTorch forget its workspaces.
+    its own, has PyTorch forget its workspaces. To forget them, as is done here, is for all streams alike: a graph that
+    somebody else captured over the workspace of a stream that was used before needs one of its own, as there.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

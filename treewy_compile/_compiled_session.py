@@ -92,10 +92,13 @@ class Place:
         for forward in self._forwards.values():
             forward.forget_graphs()
 
-    def forward(self, num_nodes: int) -> CompiledForward:
-        """Return a forward over at least so many nodes: one that is compiled, if it is not much larger."""
+    def forward(self, num_nodes: int, used: int = 0) -> CompiledForward:
+        """Return a forward over at least so many nodes: one that is compiled, if it is not much larger.
+
+        Or one as large as has been ``used`` in the same text: the trees at its end are small, and not worth compiling.
+        """
         size = 1 if num_nodes == 1 else num_nodes + -num_nodes % _BUCKET
-        size = min((x for x in self._forwards if size <= x <= max(_LEAST_NODES, 2 * size)), default=size)
+        size = min((x for x in self._forwards if size <= x <= max(_LEAST_NODES, 2 * size, used)), default=size)
         if size not in self._forwards:
             self._forwards[size] = CompiledForward(*self._of_all_forwards, size)
         return self._forwards[size]
@@ -125,6 +128,7 @@ class CompiledTarget:
         self.model, self.inner, self.commit = model, inner, commit
         self._lock = threading.Lock()
         self._free: list[Place] = []  # last used last
+        self.has_failed = False  # to compile, which another session need not try again
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         """Copy as a target of the copied model, for which nothing is compiled yet."""
@@ -176,7 +180,7 @@ class CompiledSession(Session):
     def __init__(self, target: CompiledTarget, max_cache_len: int | None = None, num_nodes: int = 0) -> None:
         super().__init__(target.model, DeferredNodes, max_cache_len)
         self._target = target
-        self._least_nodes = num_nodes
+        self._least_nodes, self._used = num_nodes, 0
         self._place: Place | None = None
         self._token_ids = torch.empty(0, dtype=torch.int64)  # of the nodes on trial
         self._lengths: list[int] = []  # committed columns a row, of which the host need not ask
@@ -191,6 +195,22 @@ class CompiledSession(Session):
         logits = self._forward.verify(*nodes)
         self._token_ids, self.parents = token_ids, parents
         return logits[:, known : parents.shape[1]]
+
+    def try_out(self) -> None:
+        """Compile what trees will be run by; behind a prefill, with nothing on trial.
+
+        Raises:
+            ValueError: If the model cannot be compiled; the session is closed, and its target says ``has_failed``.
+        """
+        forward = self.reserve(self.cache.columns_used, max(1, self._least_nodes))
+        if forward.operators:
+            return
+        try:
+            forward.verify(torch.zeros_like(forward.token_ids), torch.full_like(forward.parents, PADDING))
+        except ValueError:
+            self._target.has_failed = True
+            self._place = None  # nobody needs it
+            raise
 
     def commit(self, accepted_node: Tensor) -> None:
         """Advance all stores along the path to ``accepted_node``; see ``Session.commit``."""
@@ -217,7 +237,7 @@ class CompiledSession(Session):
             emission, _ = super().round(token_ids, parents, decoding, texts, draft)
         else:
             self._forward, nodes = self.prepare(token_ids, parents)
-            room, eos = (limit.to(token_ids.device) for limit in limits)
+            room, eos = (limit.to(token_ids.device, non_blocking=True) for limit in limits)
             of_graph, sound = self._forward.round(*nodes, room, eos, decoding.device_choice(draft))
             emission = of_graph.cloned()
             if sound is not None:
@@ -273,7 +293,8 @@ class CompiledSession(Session):
             self._place = self._target.take(self, larger)
             self._place.load(self)  # may refuse; `close` gives back what is taken
             self._lengths = self.cache.lengths.tolist()
-        forward = self._place.forward(most_nodes)
+        forward = self._place.forward(most_nodes, self._used)
+        self._used = max(self._used, forward.num_nodes)
         self._place.reserve(columns + forward.num_nodes)
         return forward
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from numbers import Integral
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -60,8 +60,9 @@ class DraftTree:
     draft_probs: Tensor | None
     sampling: Sampling
 
-    is_known = False
-    """Whether all rows are full and all tokens the target's, so that nobody has to look."""
+    known_levels: ClassVar[tuple[int, ...]] = ()
+    """If all rows are full, all tokens the target's and nodes in order of depth, so that nobody has to look: how many
+    nodes there are down to each level."""
 
     def __init__(
         self,
@@ -125,12 +126,12 @@ class DraftTree:
         counts.scatter_add_(1, torch.where(real, self.parents, -1) + 1, real.long())
         return (counts > 0).cumsum(dim=1) - 1
 
-    def with_token_ids(self, token_ids: Tensor) -> "DraftTree":
-        """Return the same tree of other tokens [B, N], which the caller knows to be the target's, in full rows."""
+    def with_token_ids(self, token_ids: Tensor, known_levels: tuple[int, ...]) -> "DraftTree":
+        """Return the same tree of other tokens [B, N], which the caller knows; see ``known_levels``."""
         assert token_ids.shape == self.token_ids.shape
         tree = copy.copy(self)
         object.__setattr__(tree, "token_ids", token_ids)
-        object.__setattr__(tree, "is_known", True)
+        object.__setattr__(tree, "known_levels", known_levels)
         return tree
 
     def probs_after(self, rows: Tensor, nodes: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """One text's drafts, each tree a launch: what the host knows of it."""
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from treewy._compiled_session import CompiledSession
 from treewy._draft_tree import DraftTree
-from treewy._whole_draft import Levels
+from treewy._whole_draft import Levels, WholeDraft
 
 
 class DraftingOnDevice:
@@ -36,20 +38,30 @@ class DraftingOnDevice:
         self._most_pads = int(self._pads.max())
         self._columns = session.cache.columns_used  # at least as many as any row has
         parents = [parent for level, _ in levels for parent in level]
-        self._num_nodes = len(levels) + 1 + len(parents) - len(levels[-1][0])
+        self._num_nodes = WholeDraft.num_nodes(levels)
         forward = session.reserve(self._columns, self._num_nodes)
         self._whole = forward.whole_draft(levels, vocab_size, draft_vocab_size)
         self._whole.start(last_tokens)
         shape = torch.tensor(parents, device=device)
         self._tree = DraftTree(shape.new_zeros(len(seen), len(parents)), shape)
+        self._level_ends = tuple(accumulate(len(level) for level, _ in levels))
         self._invalid = torch.zeros_like(seen, dtype=torch.bool)
+        self._lengths, self._has_proposed = seen + 1, False  # of the texts, and whether what was drafted is unanswered
+
+    def follows(self, lengths: Tensor) -> bool:
+        """Tell whether these are the lengths [B] of the texts that it knows of, and whether its drafts were answered.
+
+        Somebody who asks several drafters may leave rounds to another one, or their outcome untold.
+        """
+        return not self._has_proposed and bool((lengths == self._lengths).all())
 
     def propose(self, longest: int) -> DraftTree:
         """Return the trees behind texts, the longest of which has so many tokens."""
+        self._has_proposed = True
         self._columns = min(self._columns, longest + self._most_pads)
         self._session.reserve(self._columns, self._num_nodes)
         token_ids, self._invalid = self._whole.propose()
-        return self._tree.with_token_ids(token_ids.to(self._tree.parents.device))
+        return self._tree.with_token_ids(token_ids.to(self._tree.parents.device), self._level_ends)
 
     @property
     def is_valid(self) -> bool:
@@ -57,9 +69,11 @@ class DraftingOnDevice:
         return not bool(self._invalid.any())
 
     def update(self, token_ids: Tensor, num_tokens: Tensor) -> bool:
-        """Learn what was emitted; return False, having learned nothing, if it is more than a tree has levels."""
-        if token_ids.shape[1] > self._whole.most_pending:
+        """Learn what was emitted; return False, having learned nothing, if it answers no draft of here."""
+        if not self._has_proposed or token_ids.shape[1] > self._whole.most_pending:
             return False
+        self._has_proposed = False
+        self._lengths = self._lengths + num_tokens
         self._whole.settle(token_ids, num_tokens)
         self._columns += token_ids.shape[1]
         return True
@@ -74,4 +88,4 @@ class DraftingOnDevice:
         self._session.follow()
         self._session.reorder(index)
         self._whole.reorder(index)
-        self._pads = self._pads[index]
+        self._pads, self._lengths = self._pads[index], self._lengths[index]

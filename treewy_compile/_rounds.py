@@ -95,8 +95,10 @@ class Rounds:
                 f"the draft tree is on {draft.token_ids.device} but the batch is on {device}; "
                 f"move its tensors with .to({str(device)!r})"
             )
-        if draft.is_known:
-            return self._planted(draft.token_ids, draft)
+        if draft.known_levels:
+            deepest = int(self._decoding.room(self.texts).max()) - 1
+            size = (0, *draft.known_levels)[min(deepest, len(draft.known_levels))]
+            return self._planted(draft.token_ids[:, :size], draft.parents[:, :size], draft.num_nodes.clamp(max=size))
         real = torch.arange(draft.token_ids.shape[1], device=device) < draft.num_nodes[:, None]
         wrong = real & ((draft.token_ids < 0) | (draft.token_ids >= self._vocab_size))
         if bool(wrong.any()):
@@ -106,16 +108,16 @@ class Rounds:
                 f"vocabulary of {self._vocab_size}; the drafter must use the target's tokenizer"
             )
         self._decoding.check(draft, self._vocab_size)
-        token_ids, parents = self._planted(torch.where(real, draft.token_ids, 0), draft)
+        token_ids, parents = self._planted(torch.where(real, draft.token_ids, 0), draft.parents, draft.num_nodes)
         size = 1 + int((parents != PADDING).any(dim=0).nonzero().max())
         return token_ids[:, :size], parents[:, :size]
 
-    def _planted(self, token_ids: Tensor, draft: DraftTree) -> tuple[Tensor, Tensor]:
-        """Put the root before the nodes of a draft, whose tokens are given; nothing waits for them."""
-        parents = torch.cat([torch.full_like(self._root, -1), draft.parents + 1], dim=1)
-        parents = pad_parents(parents, torch.where(self.ended, 0, draft.num_nodes + 1))
+    def _planted(self, token_ids: Tensor, parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the root before the nodes of a draft; nothing waits for them."""
+        parents = torch.cat([torch.full_like(self._root, -1), parents + 1], dim=1)
+        parents = pad_parents(parents, torch.where(self.ended, 0, num_nodes + 1))
         # no node so deep that the text would be full before it is emitted
-        room = self._decoding.room(self.texts).to(parents.device)
+        room = self._decoding.room(self.texts).to(parents.device, non_blocking=True)
         parents = torch.where(depths(parents) < room[:, None], parents, PADDING)
         return torch.cat([self._root, token_ids], dim=1), parents
 

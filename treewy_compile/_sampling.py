@@ -200,7 +200,9 @@ def refuse_unsound(sound: Tensor, first_row: int = 0) -> None:
 
 def _sampling_of(draft: DraftTree | None) -> Sampling:
     """Return how siblings were chosen; "top", which needs no distributions, where there are none."""
-    return "top" if draft is None or draft.draft_probs is None else draft.sampling
+    if draft is None or draft.draft_probs is None or draft.draft_probs.shape[1] == 0:
+        return "top"
+    return draft.sampling
 
 
 def _new_places(shape: Sequence[int], num_distributions: int, device: torch.device) -> Places:

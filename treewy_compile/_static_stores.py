@@ -120,6 +120,7 @@ class StaticStores:
 
     def load(self, cache: TreeCache) -> bool:
         """Take over what a cache has committed, and let go of its keys and values; return whether ours have moved."""
+        start = cache.first_columns()  # which may refuse, before anything has changed
         for index, layer in enumerate(cache.state_layers):
             self._states[index].copy_(layer.state)
             self._windows[index].copy_(layer.window)
@@ -129,7 +130,7 @@ class StaticStores:
             self._values[index][:, :, : cache.columns_used] = store.values[:, :, : cache.columns_used]
             store.keys, store.values = store.keys[:, :, :0].clone(), store.values[:, :, :0].clone()
         self.lengths.copy_(cache.lengths)
-        self._start.copy_(cache.first_columns())
+        self._start.copy_(start)
         self._length.copy_(self.lengths - self._start)
         self.next_position.copy_(cache.next_position)
         # What an earlier text left behind may be anything, and meets a weight of zero in a reference.

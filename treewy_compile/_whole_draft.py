@@ -10,14 +10,15 @@ where the next one looks for them: nodes that are not chosen yet have no influen
 commit the emitted part of what was drafted, and to note the rest as the next chain.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from treewy._accept import deepest_accepted
+from treewy._static_stores import HandedOut
 from treewy.ops import PADDING, depths
 
 if TYPE_CHECKING:
@@ -62,9 +63,14 @@ class WholeDraft:
         self._learn = forward.compiled(_learn, "compiling what drafts learn for")
         self.forget_graphs()
 
+    @staticmethod
+    def num_nodes(levels: Levels) -> int:
+        """Return how many nodes a forward needs for trees of such a shape."""
+        return len(levels) + 1 + sum(len(level) for level, _ in levels[:-1])
+
     def forget_graphs(self) -> None:
         """Capture again."""
-        self._proposed = self._forward.captured(self._propose, "drafts")
+        self._proposed: Callable[[], HandedOut] = self._forward.captured(self._propose, "drafts")
         self._settled = self._forward.captured(self._settle, "what drafts learn")
 
     def start(self, last_tokens: Tensor) -> None:
@@ -74,7 +80,7 @@ class WholeDraft:
 
     def propose(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of the tree [B, D], and in which rows [B] they come from logits that are NaN."""
-        self._proposed()
+        self._forward.handed_out = self._proposed()
         return self._drafts.clone(), self._invalid
 
     def settle(self, token_ids: Tensor, num_tokens: Tensor) -> None:
@@ -91,7 +97,12 @@ class WholeDraft:
     def _known(self, token_ids: Tensor) -> Tensor:
         return torch.where(token_ids < self._vocab_sizes[1], token_ids, 0)
 
-    def _propose(self) -> None:
+    @property
+    def captured(self) -> tuple[Callable[[], Any], ...]:
+        """What is captured."""
+        return self._proposed, self._settled
+
+    def _propose(self) -> HandedOut:
         forward, chain = self._forward, self.most_pending
         root = (self._pending - 1)[:, None]
         index = torch.arange(chain, device=root.device)
@@ -100,7 +111,8 @@ class WholeDraft:
         forward.token_ids[:, :chain] = self._pending_tokens
         self._invalid.zero_()
         for level in self._levels:
-            logits = forward.run_verify()[..., : self._vocab_sizes[0]]
+            logits, handed_out = forward.run_verify()
+            logits = logits[..., : self._vocab_sizes[0]]
             if level.above is None:
                 of_above = logits.gather(1, root[..., None].expand(-1, -1, logits.shape[2]))
             else:
@@ -112,6 +124,7 @@ class WholeDraft:
             if level is not self._levels[-1]:
                 nodes = slice(chain + level.place.start, chain + level.place.stop)
                 forward.token_ids[:, nodes] = chosen
+        return handed_out
 
     def _settle(self) -> None:
         forward = self._forward

@@ -6,6 +6,7 @@ _CONFIDENT = "tests/test_confident_drafts.py::"
 _SETTINGS = "tests/test_sampled_settings.py::"
 _ISOLATION = "tests/test_compile_isolation.py::"
 _COMPILED = "tests/test_compiled_drafts.py::"
+_ROUNDS = "treewy_compile/_rounds.py"
 _FOLLOWS = _COMPILED + "test_drafts_follow_any_text"
 _ASSISTANT = "treewy_compile/_assistant.py"
 _ANCHORS = "passes/_anchors.py"
@@ -211,6 +212,20 @@ DRAFTING = [
         "torch.where(stays[:, None], root, following)",
         "following",
         (_FOLLOWS + "[levels0]",),
+    ),
+    Fault(
+        "drafts on the device go on behind a text that others have continued",
+        "treewy_compile/_drafting_on_device.py",
+        "return not self._has_proposed and bool((lengths == self._lengths).all())",
+        "return True",
+        (_COMPILED + "test_drafts_may_be_mixed_with_those_of_others[propose]",),
+    ),
+    Fault(
+        "a known tree is verified whole where the text has no room for it",
+        _ROUNDS,
+        "[min(deepest, len(draft.known_levels))]",
+        "[-1]",
+        (_COMPILED + "test_trees_become_shallower_where_a_text_ends_and_drafters_can_be_pickled",),
     ),
     Fault(
         "a level drafted on the device has the children of other nodes",
