@@ -197,9 +197,13 @@ def test_one_bfloat16_node_rounds_like_a_decoding_step(commit: str, b: float) ->
 
 
 @every_policy
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "lara_mini"])
 def test_a_bfloat16_model_verifies_one_node_bit_by_bit_as_it_decodes(family: str, commit: str) -> None:
-    """Case D22: sglang#36014, 1Cat-vLLM#267, through a model: bits of logits, window, keys and values."""
+    """Case D22: sglang#36014, 1Cat-vLLM#267, through a model: bits of logits, window, keys and values.
+
+    Not of LARA: where plain decoding has dropped what lies before a window, ours masks it, so that sums have other
+    lengths, and on some processors other last bits.
+    """
     model = fresh_model(family).bfloat16()
     for seed in range(8):
         prompt, token = random_tokens(1, 11, seed=seed), random_tokens(1, 1, seed=50 + seed)

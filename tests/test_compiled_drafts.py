@@ -12,7 +12,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LogitsProcessorList, P
 
 import treewy
 from models import (
-    FAMILIES,
     draft_with_embeddings_of,
     fresh_model,
     greedy,
@@ -47,8 +46,10 @@ def committed(session: Session, tokens: Tensor, parents: Tensor, accepted: Tenso
     return logits
 
 
-@pytest.mark.parametrize("commit", ["deferred", "fused"])
-@pytest.mark.parametrize("family", ["qwen3_next", "olmo_hybrid", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "commit"),
+    [("qwen3_next", "deferred"), ("qwen3_next", "fused"), ("olmo_hybrid", "deferred"), ("qwen3", "deferred")],
+)
 def test_a_tree_grows_by_levels_as_in_the_eager_engine(family: str, commit: str) -> None:
     """Over more rounds than a ring has room for, with rows that commit nothing, and with rows in another order."""
     model = fresh_model(family)
@@ -69,8 +70,7 @@ def test_a_tree_grows_by_levels_as_in_the_eager_engine(family: str, commit: str)
     assert graphs() == 2  # the forward and the commit: all levels are of one size
 
 
-@pytest.mark.parametrize("tree", [(1, 1, 1), (3, 2, 1)])
-@pytest.mark.parametrize("kind", ["gdn", "attention"])
+@pytest.mark.parametrize(("kind", "tree"), [("gdn", (3, 2, 1)), ("attention", (1, 1, 1))])
 def test_compiled_drafts_are_those_of_the_eager_engine(kind: str, tree: tuple[int, ...]) -> None:
     model = fresh_model("qwen3_5")
     draft = noisy_copy(plain_model("qwen3_5"), 0.3) if kind == "gdn" else draft_with_embeddings_of(model)
@@ -89,8 +89,8 @@ def test_compiled_drafts_are_those_of_the_eager_engine(kind: str, tree: tuple[in
     assert graphs() == before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_drafts_for_itself(family: str) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+def test_a_model_drafts_for_itself(family: str) -> None:
     """And agrees with itself: whatever its stores hold wrong would be a draft that is rejected."""
     model = fresh_model(family)
     treewy.compile(model, backend="aot_eager")
@@ -156,7 +156,7 @@ def drafter_of(draft: PreTrainedModel, levels: tuple[int, ...], backend: str, ro
     return drafter
 
 
-@pytest.mark.parametrize("levels", [(2, 2), (3, 1, 1), (1,)])
+@pytest.mark.parametrize("levels", [(2, 2), (1,)])
 def test_drafts_follow_any_text(levels: tuple[int, ...]) -> None:
     """Texts that take all of a draft, a part, none of it, that stand still, or go on for longer than a draft could."""
     draft, rows = plain_model("qwen3_next"), 3
