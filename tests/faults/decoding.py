@@ -69,8 +69,8 @@ DECODING = [
     Fault(
         "rows that have ended are verified further",
         _ROUNDS,
-        "torch.where(self.ended, 0, draft.num_nodes + 1)",
-        "draft.num_nodes + 1",
+        "torch.where(self.ended, 0, num_nodes + 1)",
+        "num_nodes + 1",
         (_EQUALITY + "test_rows_that_end_early_stay_as_they_are[qwen3_next]",),
     ),
     Fault(

@@ -203,7 +203,7 @@ PASSES = [
     Fault(
         "a prefix is read from its pads on",
         "treewy_compile/_static_stores.py",
-        "self._start.copy_(cache.first_columns())",
+        "self._start.copy_(start)",
         "self._start.zero_()",
         (_STORES,),
     ),
