@@ -218,7 +218,7 @@ DRAFTING = [
         "treewy_compile/_drafting_on_device.py",
         "return not self._has_proposed and bool((lengths == self._lengths).all())",
         "return True",
-        (_COMPILED + "test_drafts_may_be_mixed_with_those_of_others[propose]",),
+        (_COMPILED + "test_drafts_may_be_mixed_with_those_of_others[update]",),
     ),
     Fault(
         "a known tree is verified whole where the text has no room for it",
