@@ -31,11 +31,11 @@ from parents import chain as chain_of_nodes
 from parents import widths
 from scripted import start_rounds
 from tolerances import LOGITS_FLOAT32, STORES_FLOAT32, relative_error
-from treewy._cache import TreeForward
 from treewy._nodes import DeferredNodes, FusedNodes, WyNodes
 from treewy._rounds import Rounds
 from treewy._session import Session
 from treewy._snapshots import SnapshotNodes
+from treewy._tree_forward import TreeForward
 from treewy.ops import PADDING
 from treewy.testing import NOTHING, Proposal, ScriptedDrafter, always_wrong, chain, perfect, tree
 

@@ -25,9 +25,9 @@ from models import (
 )
 from parents import chain, widths
 from tolerances import BFLOAT16_ROUNDING, FLOAT32, LOGITS_FLOAT32, relative_error
-from treewy._cache import TreeForward
 from treewy._generate import COMMIT_POLICIES
 from treewy._session import Session
+from treewy._tree_forward import TreeForward
 from treewy.passes import find_gdn_layers
 from treewy.testing import OpCase, SolveInputs
 

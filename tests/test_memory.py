@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from models import random_tokens
-from treewy._cache import StateLayer, TreeForward
+from treewy._cache import StateLayer
 from treewy._draft_tree import parents_from_widths
 from treewy._nodes import Nodes, WyNodes
 from treewy._session import Session
 from treewy._snapshots import SnapshotNodes
+from treewy._tree_forward import TreeForward
 from treewy.ops import tree_wy_solve
 
 MakeNodes = Callable[[], Nodes]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from treewy._accept import deepest_accepted
+from treewy._accept import emitted_node
 from treewy._compiled_session import CompiledSession
 from treewy._draft_tree import DraftTree, Sampling, parents_of_shape
 from treewy._drafters import DraftingContext
@@ -16,7 +16,7 @@ from treewy._drafting_on_device import DraftingOnDevice
 from treewy._sampling import draw, draw_without_replacement
 from treewy._session import Session
 from treewy._whole_draft import WholeDraft
-from treewy.ops import PADDING, depths
+from treewy.ops import PADDING
 from treewy.ops._launch import LARGEST_TREE
 
 _DEFAULT_NUM_TOKENS = 20  # what transformers assumes when the draft model's generation_config says nothing
@@ -279,15 +279,10 @@ class AssistantDrafter:
         parents = self._session.parents
         if parents is None:
             return
-        after_root = depths(parents) - self._pending[:, None]  # 0 for the first drafted level
-        padded = torch.nn.functional.pad(emitted, (0, 1)).to(parents.device)  # at least one column to gather from
-        expected = padded.gather(1, after_root.clamp(0, padded.shape[1] - 1))
-        agrees = (after_root < 0) | (torch.cat(self._node_tokens, dim=1) == expected)
-        # never the last emitted token: its logits are what the next proposal starts from
-        accepted = deepest_accepted(agrees & (after_root < num_emitted[:, None] - 1), parents)
-        self._seen = self._seen + torch.where(
-            accepted >= 0, depths(parents).gather(1, accepted.clamp(min=0)[:, None])[:, 0] + 1, 0
-        )
+        padded = torch.nn.functional.pad(emitted, (0, 1)).to(parents.device)  # there may be no column
+        token_ids = torch.cat(self._node_tokens, dim=1)
+        accepted, after_root = emitted_node(token_ids, parents, self._pending, padded, num_emitted)
+        self._seen = self._seen + torch.where(accepted >= 0, self._pending + after_root + 1, 0)
         self._session.commit(accepted)
         self._node_tokens = []
         self._pending = torch.zeros_like(self._pending)

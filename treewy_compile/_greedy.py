@@ -70,11 +70,19 @@ def greedy_paths(scores: Tensor, token_ids: Tensor, parents: Tensor) -> tuple[Te
 
 
 def _greatest(scores: Tensor) -> Tensor:
-    """Return ``scores.argmax(dim=-1)``, where possible in two steps: compiled, the one gives few rows few programs."""
-    size = scores.shape[-1] // _PARTS
-    if scores.shape[-1] % _PARTS != 0:
-        return scores.argmax(dim=-1)
-    greatest, index = scores.reshape(*scores.shape[:-1], _PARTS, size).max(dim=-1)
+    """Return ``scores.argmax(dim=-1)``, part by part."""
+    parts = in_parts(scores)
+    greatest, index = parts.max(dim=-1)
     part = greatest.argmax(dim=-1, keepdim=True)
-    chosen: Tensor = part * size + index.gather(-1, part)
+    chosen: Tensor = part * parts.shape[-1] + index.gather(-1, part)
     return chosen[..., 0]
+
+
+def in_parts(scores: Tensor, least: int = 1) -> Tensor:
+    """Return scores [..., V] as parts [..., P, V / P] of no fewer than ``least``; one part if V is no multiple.
+
+    What is greatest is looked for in each part and then among these: in one step, few rows would have few programs.
+    """
+    size = scores.shape[-1] // _PARTS
+    parts = _PARTS if scores.shape[-1] % _PARTS == 0 and size >= least else 1
+    return scores.reshape(*scores.shape[:-1], parts, -1)

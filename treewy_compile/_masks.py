@@ -5,7 +5,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from treewy._cache import TreeCache, TreeForward
+from treewy._cache import TreeCache
+from treewy._tree_forward import TreeForward
 from treewy.passes import names_called
 
 _MASKED_ATTENTION = ("eager", "sdpa")  # implementations that take a mask [B, 1, N, columns]

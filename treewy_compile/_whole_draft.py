@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from treewy._accept import deepest_accepted
+from treewy._accept import emitted_node
+from treewy._greedy import in_parts
 from treewy._static_stores import HandedOut
-from treewy.ops import PADDING, depths
+from treewy.ops import PADDING
 
 if TYPE_CHECKING:
     from treewy._compiled_forward import CompiledForward
 
 Levels = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Of each level the parents of its nodes, -1 for the root, and their ranks among siblings."""
-
-_PARTS = 64  # of a vocabulary; most are a multiple
 
 
 class WholeDraft:
@@ -167,16 +166,10 @@ def _places(levels: Levels, chain: int, device: torch.device) -> Iterator[_Level
 
 
 def _most_probable(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the indices [..., number] of the greatest logits [..., V] and these; NaN counts as the greatest.
-
-    In two steps where possible: the one would be sorted by few programs.
-    """
-    size = logits.shape[-1] // _PARTS
-    if logits.shape[-1] % _PARTS != 0 or size < number:
-        best = logits.topk(number, dim=-1)
-        return best.indices, best.values
-    of_parts = logits.reshape(*logits.shape[:-1], _PARTS, size).topk(number, dim=-1)
-    start = torch.arange(0, logits.shape[-1], size, device=logits.device)[:, None]
+    """Return the indices [..., number] of the greatest logits [..., V] and these; NaN counts as the greatest."""
+    parts = in_parts(logits, number)
+    of_parts = parts.topk(number, dim=-1)
+    start = torch.arange(0, logits.shape[-1], parts.shape[-1], device=logits.device)[:, None]
     best = of_parts.values.flatten(-2).topk(number, dim=-1)
     return (of_parts.indices + start).flatten(-2).gather(-1, best.indices), best.values
 
@@ -197,13 +190,8 @@ def _learn(
     Returns:
         The node to commit [B], how many tokens are pending then [B], and these [B, P].
     """
-    after_root = depths(parents) - pending[:, None]  # 0 for the first drafted level
-    expected = emitted.gather(1, after_root.clamp(0, emitted.shape[1] - 1))
-    agrees = (after_root < 0) | (token_ids == expected)
-    # never the last emitted token: its logits are what the next drafts start from
-    accepted = deepest_accepted(agrees & (after_root < num_emitted[:, None] - 1), parents)
-    depth = after_root.gather(1, accepted.clamp(min=0)[:, None])[:, 0]
-    seen = torch.where(accepted < 0, 0, depth + 1).clamp(min=0)
+    accepted, after_root = emitted_node(token_ids, parents, pending, emitted, num_emitted)
+    seen = torch.where(accepted < 0, 0, after_root + 1).clamp(min=0)
     index = torch.arange(emitted.shape[1], device=emitted.device)
     following = emitted.gather(1, (seen[:, None] + index).clamp(max=emitted.shape[1] - 1))
     root = chain.gather(1, (pending - 1)[:, None])

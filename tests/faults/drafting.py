@@ -9,6 +9,7 @@ _COMPILED = "tests/test_compiled_drafts.py::"
 _ROUNDS = "treewy_compile/_rounds.py"
 _FOLLOWS = _COMPILED + "test_drafts_follow_any_text"
 _ASSISTANT = "treewy_compile/_assistant.py"
+_ACCEPT = "treewy_compile/_accept.py"
 _ANCHORS = "passes/_anchors.py"
 _DRAFTERS = "tests/test_drafters.py::"
 _PROPOSALS = _DRAFTERS + "test_every_proposal_is_the_one_computed_from_the_text_alone"
@@ -18,21 +19,21 @@ DRAFTING = [
     Fault(
         "the draft model is fed a token that it has committed",
         _ASSISTANT,
-        "depths(parents).gather(1, accepted.clamp(min=0)[:, None])[:, 0] + 1",
-        "depths(parents).gather(1, accepted.clamp(min=0)[:, None])[:, 0]",
+        "self._pending + after_root + 1, 0)",
+        "self._pending + after_root, 0)",
         (_PROPOSALS + "[widths0-qwen3_next]",),
     ),
     Fault(
         "the draft model commits the last emitted token",
-        _ASSISTANT,
+        _ACCEPT,
         "(after_root < num_emitted[:, None] - 1)",
         "(after_root < num_emitted[:, None])",
         (_CONFIDENT + "test_the_target_may_go_on_with_what_the_drafter_held_back",),
     ),
     Fault(
         "the draft model keeps what the target rejected",
-        _ASSISTANT,
-        "agrees = (after_root < 0) | (torch.cat(self._node_tokens, dim=1) == expected)",
+        _ACCEPT,
+        "agrees = (after_root < 0) | (token_ids == expected)",
         "agrees = torch.ones_like(after_root, dtype=torch.bool)",
         (_PROPOSALS + "[widths1-qwen3_next]", _PROPOSALS),
     ),
@@ -200,10 +201,10 @@ DRAFTING = [
         (_COMPILED + "test_a_tree_grows_by_levels_as_in_the_eager_engine[qwen3_next-deferred]",),
     ),
     Fault(
-        "drafts on the device count the last emitted token as seen",
+        "tokens that the draft model has not seen are counted as seen on the device",
         "treewy_compile/_whole_draft.py",
-        "(after_root < num_emitted[:, None] - 1)",
-        "(after_root < num_emitted[:, None])",
+        "torch.where(accepted < 0, 0, after_root + 1)",
+        "torch.where(accepted < 0, 0, after_root + 2)",
         (_FOLLOWS + "[levels0]",),
     ),
     Fault(

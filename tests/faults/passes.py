@@ -70,7 +70,7 @@ PASSES = [
     Fault(
         "places in parts of a vocabulary are counted across them",
         "treewy_compile/_greedy.py",
-        "part * size + index.gather(-1, part)",
+        "part * parts.shape[-1] + index.gather(-1, part)",
         "index.gather(-1, part) * _PARTS + part",
         ("tests/test_greedy_decoding.py::test_the_first_of_the_greatest_scores_is_taken",),
     ),

@@ -25,7 +25,7 @@ POLICIES = [
     ),
     Fault(
         "of repeated key heads too many are dropped: the ratio is that of the value heads",
-        "treewy_compile/_cache.py",
+        "treewy_compile/_tree_forward.py",
         "step = key.shape[2] // self.current.num_key_heads",
         "step = value.shape[2] // self.current.num_key_heads",
         (_CASES + "test_the_first_node_equals_a_plain_decode_step[1-qwen3_next]",),

@@ -71,7 +71,7 @@ STORES = [
     ),
     Fault(
         "new nodes are stored behind the longest row",
-        _CACHE,
+        "treewy_compile/_tree_forward.py",
         "return self.lengths[:, None] + index",
         "return torch.full_like(self.lengths, self.columns_used)[:, None] + index",
         (_CASES + "test_rows_that_accept_less_do_not_drift[qwen3_next]",),
