@@ -85,7 +85,7 @@ def play_script(
     options = {"eos": eos, "make_nodes": make_nodes, "session": session}
     rounds = start_rounds(model, prompt, mask, drafter, max_new_tokens=max_new_tokens, **options)
     after_round(rounds)
-    while not bool(rounds.ended.all()):
+    while not rounds.all_ended:
         rounds.step()
         after_round(rounds)
     drafter.assert_followed()
@@ -105,6 +105,6 @@ class StoresFollow:
         for row, num_pads in enumerate(self.pads):
             tokens = rounds.texts[row][num_pads:].tolist()
             assert_stores_equal_plain_run(cache, row, num_pads, tokens[:-1], self.model)  # the last is the next root
-            if bool(rounds.ended[row]):
+            if rounds.ended[row]:
                 now = committed_stores(cache, row, num_pads)
                 assert_same_bits(now, self.at_end.setdefault(row, now))

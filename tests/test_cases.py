@@ -56,13 +56,13 @@ def decode(
     num_pads = (mask == 0).sum(1).tolist()
     drafter = ScriptedDrafter(new_tokens(model, prompt, mask, max_new_tokens + 10), scripts)
     rounds = start_rounds(model, prompt, mask, drafter, max_new_tokens=max_new_tokens, **options)
-    while not bool(rounds.ended.all()):
+    while not rounds.all_ended:
         rounds.step()
         for row, pads in enumerate(num_pads):
             text = rounds.texts[row][pads:].tolist()
             assert_stores_equal_plain_run(rounds.session.cache, row, pads, text[:-1], model)
     drafter.assert_followed()
-    assert torch.stack(rounds.texts).tolist() == greedy(model, prompt, mask, max_new_tokens).tolist()
+    assert torch.stack(list(rounds.texts)).tolist() == greedy(model, prompt, mask, max_new_tokens).tolist()
     return rounds
 
 
@@ -268,7 +268,7 @@ def test_rows_that_accept_less_do_not_drift(family: str) -> None:
                 assert all(relative_error(a, b) <= STORES_FLOAT32 for a, b in zip(*pair, strict=True))
             tokens = together.texts[row].tolist()
             assert_stores_equal_plain_run(together.session.cache, row, 0, tokens[:-1], model)
-    assert [len(text) - 5 for text in together.texts] == [1 + 10 * 5, 1 + 10]
+    assert [length - 5 for length in together.texts.lengths] == [1 + 10 * 5, 1 + 10]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -139,7 +139,7 @@ def test_a_round_is_one_launch(sampling: Sampling | None, processors: str) -> No
     draft = drafted(sampling)
     tokens = torch.nn.functional.pad(draft.token_ids, (1, 0))
     parents = torch.nn.functional.pad(draft.parents + 1, (1, 0), value=-1)
-    forward, nodes = session.prepare(tokens, parents)
+    forward, nodes = session.prepare(parents.shape[1]), (tokens, parents)
     limits = torch.tensor([50]).cuda(), torch.tensor([], dtype=torch.int64).cuda()
     scores = Scores(WARPERS if processors != "none" else LogitsProcessorList(), 1)
     choice = GreedyChoice(scores) if sampling is None else SampledChoice(scores, draft, None)
@@ -147,8 +147,9 @@ def test_a_round_is_one_launch(sampling: Sampling | None, processors: str) -> No
         forward.round(*nodes, *limits, choice)
     calls = cuda_calls(lambda: forward.round(*nodes, *limits, choice))
     assert calls["cudaGraphLaunch"] == 1
-    # uniform and exponential numbers; copies of dense tensors launch no kernel, those of parts of them do
-    assert calls.get("cudaLaunchKernel", 0) <= (0 if sampling is None else 6)
+    # padding of tokens and parents, uniform and exponential numbers; copies of dense tensors launch no kernel, those
+    # of parts of them do
+    assert calls.get("cudaLaunchKernel", 0) <= (2 if sampling is None else 8)
 
 
 @pytest.mark.parametrize("sampling", ["top", "with_replacement", "without_replacement"])

@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from treewy._greedy import GreedyDecoding, greedy_paths
+from treewy._texts import Texts
 from treewy.ops import PADDING
 
 VOCAB_SIZE = 3  # so few that siblings often have the same token, and a wrong parent's child the right one
@@ -104,7 +105,8 @@ def emissions(case: Verified) -> Iterator[list[tuple[list[int], int, bool, int]]
     if case.eos:
         criteria.append(EosTokenCriteria(list(case.eos)))
     logits = torch.nn.functional.one_hot(torch.tensor(case.chosen), VOCAB_SIZE).float()
-    texts = [torch.zeros(TEXT_LENGTH, dtype=torch.int64)] * len(case.parents)
+    text = torch.zeros(len(case.parents), TEXT_LENGTH, dtype=torch.int64)
+    texts = Texts(text, torch.ones_like(text), text.device)
     for processors in ([], [unchanged]) if len(case.parents) == 1 else ([],):
         decoding = GreedyDecoding(LogitsProcessorList(processors), criteria, len(case.parents))
         emission = decoding.emit(logits, torch.tensor(case.token_ids), torch.tensor(case.parents), texts, None)

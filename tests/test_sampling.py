@@ -22,6 +22,7 @@ from tolerances import (
 from treewy import DraftTree
 from treewy._draft_tree import Sampling
 from treewy._sampling import SampledDecoding, draw, draw_without_replacement
+from treewy._texts import Texts
 from treewy.ops._sample import try_sibling
 
 VOCAB_SIZE = 6
@@ -275,7 +276,9 @@ def test_every_path_of_a_tree_has_the_target_distribution(sampling: Sampling, to
         logits = torch.stack([distribution(text, seed=0) for text in texts]).log()[None]
         nodes = torch.tensor([[9, *tokens]])
         shifted = torch.tensor([[-1, *(parent + 1 for parent in parents)]])
-        emission = sampled.emit(logits, nodes, shifted, [torch.tensor([9])], draft)
+        emission = sampled.emit(
+            logits, nodes, shifted, Texts(torch.tensor([[9]]), torch.ones(1, 1), logits.device), draft
+        )
         text = tuple(emission.token_ids[0, : int(emission.num_tokens)].tolist())
         depth_two += len(text) == 2
         if len(text) == 1:  # a rejection at the first level: what follows is the next round's

@@ -138,10 +138,10 @@ def test_stores_of_the_draft_model_follow_what_was_emitted(kind: str, shape: tup
     prompt, mask = left_padded(lengths, seed=3)
     rounds = start_rounds(target, prompt, mask, drafter, max_new_tokens=24)
     emitted: list[int] = []
-    while not bool(rounds.ended.all()):
-        before = [len(text) for text in rounds.texts]
+    while not rounds.all_ended:
+        before = rounds.texts.lengths
         rounds.step()
-        emitted += [len(text) - length for text, length in zip(rounds.texts, before, strict=True)]
+        emitted += [after - length for after, length in zip(rounds.texts.lengths, before, strict=True)]
         assert drafter._session is not None
         seen = drafter._seen.tolist()
         for row, length in enumerate(lengths):

@@ -198,9 +198,7 @@ class AssistantDrafter:
         if self._on_device is None:
             self._settle(token_ids, num_tokens)
             return
-        if not self._on_device.is_valid:
-            self._refuse_nan()
-        if not self._on_device.update(token_ids, num_tokens):
+        if not self._on_device.update(token_ids, num_tokens, self._refuse_nan):
             self._seen, self._on_device = self._on_device.leave(), None
 
     def _begin(self, tokens: Tensor, lengths: Tensor, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import PreTrainedModel
 
-from treewy._decoding import Emission, cut
+from treewy._decoding import cut
 from treewy._device_choice import DeviceChoice
 from treewy._progress import compiling
 from treewy._static_stores import HandedOut, StaticStores
@@ -160,9 +160,8 @@ class CompiledForward:
         return dict(self._backend.operators)
 
     def verify(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Return the logits of nodes [B, N, V]; they are overwritten by the next call."""
-        self.token_ids.copy_(token_ids)
-        self.parents.copy_(parents)
+        """Return the logits of nodes [B, N, V], or of more of them; they are overwritten by the next call."""
+        self._take(token_ids, parents)
         logits: Tensor
         logits, self.handed_out = self._verified()
         self.logits = logits
@@ -173,28 +172,38 @@ class CompiledForward:
         self.accepted_node.copy_(accepted_node)
         self._committed()
 
-    def round(
-        self, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor, choice: DeviceChoice
-    ) -> tuple[Emission, Tensor | None]:
+    def _take(self, token_ids: Tensor, parents: Tensor) -> None:
+        """Put nodes into their places, and padding behind them: of one token, which wakes few experts."""
+        size = parents.shape[1]
+        self.token_ids[:, :size].copy_(token_ids)
+        self.parents[:, :size].copy_(parents)
+        if size < self.num_nodes:
+            self.token_ids[:, size:].fill_(0)
+            self.parents[:, size:].fill_(PADDING)
+
+    def round(self, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor, choice: DeviceChoice) -> Tensor:
         """Verify nodes, choose paths, commit.
 
         Args:
-            token_ids: [B, N].
+            token_ids: Of no more nodes than there are places [B, N].
             parents: [B, N].
-            room: How many tokens each row may emit [B].
-            eos: Tokens that end a row [E].
+            room: How many tokens each row may emit [B], on any device.
+            eos: Tokens that end a row [E], on any device; the same tensor again has the same tokens.
             choice: Who chooses.
 
         Returns:
-            What is emitted, and the third result of the choice; both are overwritten by the next call.
+            A packed :class:`Emission`; it is overwritten by the next call.
         """
         of_choice = self._round_of(choice, len(eos))
-        places = self.token_ids, self.parents, self._room, of_choice.eos
-        for place, value in zip(places, (token_ids, parents, room, eos), strict=True):
-            place.copy_(value)
+        self._take(token_ids, parents)
+        self._room.copy_(room, non_blocking=True)
+        if of_choice.eos_given is not eos:
+            of_choice.eos.copy_(eos)
+            of_choice.eos_given = eos
         choice.fill(*of_choice.places)
-        emission, sound, self.logits = of_choice.run()
-        return emission, sound
+        packed: Tensor
+        packed, self.logits = of_choice.run()
+        return packed
 
     def _round_of(self, choice: DeviceChoice, num_eos: int) -> "_Round":
         """Return what is compiled and captured of rounds with such a choice, of which a few are kept."""
@@ -212,9 +221,10 @@ class CompiledForward:
 
         def accept(
             logits: Tensor, token_ids: Tensor, parents: Tensor, room: Tensor, eos: Tensor, *places: Tensor
-        ) -> tuple[Emission, Tensor | None]:
+        ) -> tuple[Tensor, Tensor]:
             node, token, sound = choice.paths(logits, token_ids, parents, *places)
-            return cut(token_ids, parents, node, token, room, eos), sound
+            emission = cut(token_ids, parents, node, token, room, eos)
+            return emission.node, emission.packed(sound)
 
         places = choice.places((*self.token_ids.shape, self._vocab_size), device)
         compiled = self.compiled(accept, "compiling the acceptance of")
@@ -268,12 +278,12 @@ class CompiledForward:
             ) from failed
         return logits, self._backend.handed_out
 
-    def _round(self, of_choice: "_Round") -> tuple[Emission, Tensor | None, Tensor]:
+    def _round(self, of_choice: "_Round") -> tuple[Tensor, Tensor]:
         logits, handed_out = self._verify()
         tree = self.token_ids, self.parents
-        emission, sound = of_choice.accept(logits, *tree, self._room, of_choice.eos, *of_choice.places)
-        self._commit(self._stores, handed_out, self.parents, emission.node)
-        return emission, sound, logits
+        node, packed = of_choice.accept(logits, *tree, self._room, of_choice.eos, *of_choice.places)
+        self._commit(self._stores, handed_out, self.parents, node)
+        return packed, logits
 
 
 @dataclass
@@ -281,15 +291,17 @@ class _Round:
     """What is compiled and captured of rounds that choose in one way.
 
     Args:
-        accept: Chooses paths, and cuts them where texts end.
+        accept: Chooses paths, and cuts them where texts end; returns the nodes to commit and a packed emission.
         eos: Tokens that end a row [E].
         places: What the choice fills before a round.
+        eos_given: What ``eos`` is a copy of.
         run: Runs a round, or replays it.
     """
 
-    accept: Callable[..., tuple[Emission, Tensor | None]]
+    accept: Callable[..., tuple[Tensor, Tensor]]
     eos: Tensor
     places: tuple[Tensor, ...]
+    eos_given: Tensor | None = None
     run: Callable[[], Any] = field(init=False)
 
 

@@ -17,6 +17,7 @@ from treewy._nodes import DeferredNodes
 from treewy._sampling import refuse_unsound
 from treewy._session import Session
 from treewy._static_stores import StaticStores
+from treewy._texts import Texts
 from treewy.ops import PADDING
 from treewy.passes import find_attention_layers, find_gdn_layers
 
@@ -191,8 +192,8 @@ class CompiledSession(Session):
         if self.parents is not None:
             token_ids = torch.cat([self._token_ids, token_ids], dim=1)
             parents = torch.cat([self.parents, parents], dim=1)
-        self._forward, nodes = self.prepare(token_ids, parents)
-        logits = self._forward.verify(*nodes)
+        self._forward = self.prepare(parents.shape[1])
+        logits = self._forward.verify(token_ids, parents)
         self._token_ids, self.parents = token_ids, parents
         return logits[:, known : parents.shape[1]]
 
@@ -229,19 +230,17 @@ class CompiledSession(Session):
             self._lengths = self.cache.lengths.tolist()
 
     def round(
-        self, token_ids: Tensor, parents: Tensor, decoding: Decoding, texts: list[Tensor], draft: DraftTree
+        self, token_ids: Tensor, parents: Tensor, decoding: Decoding, texts: Texts, draft: DraftTree
     ) -> tuple[Emission, int]:
         """Verify, choose and commit, in one launch where the logits decide all; see ``Session.round``."""
         limits = decoding.limits(texts)
         if limits is None or not decoding.scores.traceable:
             emission, _ = super().round(token_ids, parents, decoding, texts, draft)
         else:
-            self._forward, nodes = self.prepare(token_ids, parents)
-            room, eos = (limit.to(token_ids.device, non_blocking=True) for limit in limits)
-            of_graph, sound = self._forward.round(*nodes, room, eos, decoding.device_choice(draft))
-            emission = of_graph.cloned()
-            if sound is not None:
-                refuse_unsound(sound)
+            self._forward = self.prepare(parents.shape[1])
+            packed = self._forward.round(token_ids, parents, *limits, decoding.device_choice(draft))
+            emission, sound = Emission.unpacked(packed.clone())  # the next round overwrites it
+            refuse_unsound(sound)
             self.cache.lengths = self.stores.lengths.clone()
             committed = [len(row.token_ids) for row in emission.on_host]
             self._lengths = [length + count for length, count in zip(self._lengths, committed, strict=True)]
@@ -271,16 +270,10 @@ class CompiledSession(Session):
             self._target.give_back(self._place)
             self._place = None
 
-    def prepare(
-        self, token_ids: Tensor, parents: Tensor, columns: int = 0
-    ) -> tuple[CompiledForward, tuple[Tensor, Tensor]]:
-        """Make room for a tree behind at least so many columns, and pad it to the size of a compiled forward."""
-        num_nodes = parents.shape[1]
+    def prepare(self, num_nodes: int) -> CompiledForward:
+        """Make room for a tree of so many nodes, and return a forward over at least as many."""
         self._check_room(num_nodes)
-        forward = self.reserve(max(columns, self.cache.columns_used), num_nodes)
-        more = 0, forward.num_nodes - num_nodes
-        padded = torch.nn.functional.pad(token_ids, more), torch.nn.functional.pad(parents, more, value=PADDING)
-        return forward, padded
+        return self.reserve(self.cache.columns_used, num_nodes)
 
     def reserve(self, columns: int, num_nodes: int) -> CompiledForward:
         """Make room for so many nodes behind so many columns, and return a forward over them."""

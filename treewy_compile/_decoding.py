@@ -7,7 +7,7 @@ tokens, the path is chosen for all rows at once and cut where the text ends.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from transformers.generation import stopping_criteria as stopping
 from treewy._device_choice import DeviceChoice
 from treewy._draft_tree import DraftTree
 from treewy._scores import Scores
+from treewy._texts import Texts
 from treewy.ops import PADDING, path_to_node
 
 
@@ -51,9 +52,7 @@ class Emission:
     @cached_property
     def on_host(self) -> list[RowOnHost]:
         """What the host has to know, read at once and only once: each row."""
-        counts = torch.stack([self.num_tokens, self.num_accepted, self.ended.long()], dim=1)
-        rows = torch.cat([counts, self.token_ids], dim=1).tolist()
-        return [RowOnHost(tokens[:count], accepted, bool(ended)) for count, accepted, ended, *tokens in rows]
+        return self.unpacked(self.packed(None))[0].on_host
 
     def trimmed(self) -> "Emission":
         """Return the same with no more columns than the longest row has tokens."""
@@ -62,9 +61,22 @@ class Emission:
         vars(trimmed)["on_host"] = self.on_host
         return trimmed
 
-    def cloned(self) -> "Emission":
-        """Return a copy of it, trimmed: a captured round overwrites what it returned."""
-        return Emission(**{field.name: getattr(self, field.name).clone() for field in fields(self)}).trimmed()
+    def packed(self, sound: Tensor | None) -> Tensor:
+        """Return all of it, and whether each row could be chosen for [B], as one tensor [B, M + 5] for the host."""
+        sound = torch.ones_like(self.ended) if sound is None else sound
+        flags = self.num_tokens, self.num_accepted, self.ended.long(), self.node, sound.long()
+        return torch.cat([torch.stack(flags, dim=1), self.token_ids], dim=1)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> tuple["Emission", list[bool]]:
+        """Return what was packed, trimmed and read by the host, as views, and which rows could be chosen for."""
+        rows = packed.tolist()
+        num_tokens, num_accepted, ended, node, _ = packed[:, :5].unbind(1)
+        emission = cls(packed[:, 5:], num_tokens, num_accepted, ended.bool(), node)
+        vars(emission)["on_host"] = [
+            RowOnHost(tokens[:count], accepted, bool(end)) for count, accepted, end, _, _, *tokens in rows
+        ]
+        return emission.trimmed(), [bool(row[4]) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -117,15 +129,15 @@ class Decoding(ABC):
     def check(self, draft: DraftTree, vocab_size: int) -> None:
         """Raise a ``ValueError`` if this way of decoding cannot use the draft."""
 
-    def room(self, texts: list[Tensor]) -> Tensor:
-        """Return how many tokens each row may still emit [B].
+    def room(self, texts: Texts) -> list[int]:
+        """Return how many tokens each row may still emit.
 
         At least one, like plain generation, which looks at the length after it has emitted.
         """
-        return torch.tensor([max(1, self._max_length - len(text)) for text in texts])
+        return [max(1, self._max_length - length) for length in texts.lengths]
 
     def emit(
-        self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: list[Tensor], draft: DraftTree | None
+        self, logits: Tensor, token_ids: Tensor, parents: Tensor, texts: Texts, draft: DraftTree | None
     ) -> Emission:
         """Follow the target's choices through the tree.
 
@@ -141,10 +153,11 @@ class Decoding(ABC):
             scores = self.scores.of_nodes(logits, lambda row, node: texts[row])
             paths = self.choose_paths(scores, token_ids, parents, draft)
             return cut(token_ids, parents, *paths, *(limit.to(token_ids.device) for limit in limits)).trimmed()
-        device, host = token_ids.device, texts[0].device  # processors live where the prompt was given
+        rows = list(texts)
+        device, host = token_ids.device, rows[0].device  # processors live where the prompt was given
         trees = zip(token_ids.to(host), parents.to(host), strict=True)
         walked = [
-            self._walk(RowOfTree(*tree, draft, row), logits[row].to(host), texts[row]) for row, tree in enumerate(trees)
+            self._walk(RowOfTree(*tree, draft, row), logits[row].to(host), rows[row]) for row, tree in enumerate(trees)
         ]
         tokens, accepted, ended, nodes = zip(*walked, strict=True)
         return Emission(
@@ -155,9 +168,9 @@ class Decoding(ABC):
             torch.tensor(nodes, device=device),
         )
 
-    def limits(self, texts: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    def limits(self, texts: Texts) -> tuple[Tensor, Tensor] | None:
         """Return how many tokens each row may emit [B] and which tokens end one [E], or None where text decides."""
-        return None if self._by_text else (self.room(texts), self._eos)
+        return None if self._by_text else (torch.tensor(self.room(texts)), self._eos)
 
     @abstractmethod
     def device_choice(self, draft: DraftTree | None) -> DeviceChoice:

@@ -62,7 +62,7 @@ class DraftTree:
 
     known_levels: ClassVar[tuple[int, ...]] = ()
     """If all rows are full, all tokens the target's and nodes in order of depth, so that nobody has to look: how many
-    nodes there are down to each level."""
+    nodes there are down to each level. Such a tree's parents stay as they are: what they become is kept."""
 
     def __init__(
         self,

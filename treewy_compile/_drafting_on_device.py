@@ -1,6 +1,8 @@
 """One text's drafts, each tree a launch: what the host knows of it."""
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -46,14 +48,15 @@ class DraftingOnDevice:
         self._tree = DraftTree(shape.new_zeros(len(seen), len(parents)), shape)
         self._level_ends = tuple(accumulate(len(level) for level, _ in levels))
         self._invalid = torch.zeros_like(seen, dtype=torch.bool)
-        self._lengths, self._has_proposed = seen + 1, False  # of the texts, and whether what was drafted is unanswered
+        self._lengths = [number + 1 for number in seen.tolist()]  # of the texts
+        self._has_proposed = False  # what is not answered yet
 
     def follows(self, lengths: Tensor) -> bool:
         """Tell whether these are the lengths [B] of the texts that it knows of, and whether its drafts were answered.
 
         Somebody who asks several drafters may leave rounds to another one, or their outcome untold.
         """
-        return not self._has_proposed and bool((lengths == self._lengths).all())
+        return not self._has_proposed and lengths.tolist() == self._lengths
 
     def propose(self, longest: int) -> DraftTree:
         """Return the trees behind texts, the longest of which has so many tokens."""
@@ -63,17 +66,21 @@ class DraftingOnDevice:
         token_ids, self._invalid = self._whole.propose()
         return self._tree.with_token_ids(token_ids.to(self._tree.parents.device), self._level_ends)
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether the logits of the last drafts were numbers. Asked after the target's round this stops nothing."""
-        return not bool(self._invalid.any())
+    def update(self, token_ids: Tensor, num_tokens: Tensor, refuse_nan: Callable[[], NoReturn]) -> bool:
+        """Learn what was emitted; return False, having learned nothing, if it answers no draft of here.
 
-    def update(self, token_ids: Tensor, num_tokens: Tensor) -> bool:
-        """Learn what was emitted; return False, having learned nothing, if it answers no draft of here."""
+        Args:
+            token_ids: Padded to the right [B, M].
+            num_tokens: How many of them count [B].
+            refuse_nan: Called to raise if the last drafts came from logits that are NaN.
+        """
+        invalid, counts = torch.stack([self._invalid.long(), num_tokens]).tolist()  # the device is idle: nothing waits
+        if any(invalid):
+            refuse_nan()
         if not self._has_proposed or token_ids.shape[1] > self._whole.most_pending:
             return False
         self._has_proposed = False
-        self._lengths = self._lengths + num_tokens
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         self._whole.settle(token_ids, num_tokens)
         self._columns += token_ids.shape[1]
         return True
@@ -88,4 +95,4 @@ class DraftingOnDevice:
         self._session.follow()
         self._session.reorder(index)
         self._whole.reorder(index)
-        self._pads, self._lengths = self._pads[index], self._lengths[index]
+        self._pads, self._lengths = self._pads[index], [self._lengths[row] for row in index.tolist()]

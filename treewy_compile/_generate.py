@@ -213,7 +213,7 @@ class CompiledGenerate:
         prompt_length = input_ids.shape[1]
         pad = generation_config._pad_token_tensor
         sequences = torch.nn.utils.rnn.pad_sequence(
-            rounds.texts, batch_first=True, padding_value=0 if pad is None else int(pad)
+            list(rounds.texts), batch_first=True, padding_value=0 if pad is None else int(pad)
         ).to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return sequences

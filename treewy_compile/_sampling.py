@@ -79,7 +79,7 @@ class SampledDecoding(Decoding):
         places = choice.places(scores.shape, scores.device)
         choice.fill(*places)
         node, token, sound = sampled_paths(scores, token_ids, parents, places, choice.sampling)
-        refuse_unsound(sound)
+        refuse_unsound(sound.tolist())
         return node, token
 
     def choose(self, scores: Tensor, reached: Tensor, tree: RowOfTree) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ class SampledDecoding(Decoding):
             row, node = torch.tensor([tree.row], device=home), reached.to(home) - 1
             places.draft_probs.copy_(tree.draft.probs_after(row, node)[:, None])
         node, token, sound = sampled_paths(scores, token_ids, parents, places, sampling)
-        refuse_unsound(sound, tree.row)
+        refuse_unsound(sound.tolist(), tree.row)
         accepted = star[node][node > 0]
         return torch.where(node > 0, token_ids[0, node], token), accepted
 
@@ -188,10 +188,10 @@ def sampled_paths(
     return node, token, (greatest.isfinite() | (path < 0)).all(dim=1)
 
 
-def refuse_unsound(sound: Tensor, first_row: int = 0) -> None:
-    """Raise a ``ValueError`` that names the first row that could not be sampled [B]."""
-    if not bool(sound.all()):
-        row = first_row + int(sound.logical_not().nonzero()[0])
+def refuse_unsound(sound: list[bool], first_row: int = 0) -> None:
+    """Raise a ``ValueError`` that names the first row that could not be sampled."""
+    if not all(sound):
+        row = first_row + sound.index(False)
         raise ValueError(
             f"the scores of row {row} are NaN, infinite, or -inf for every token, so nothing can be sampled; look "
             "for an overflow in the model's logits (half precision?) and for logits processors that leave no token"

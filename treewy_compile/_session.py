@@ -12,7 +12,7 @@ from treewy._decoding import Decoding, Emission
 from treewy._draft_tree import DraftTree
 from treewy._masks import refuse_unmaskable, tree_mask
 from treewy._nodes import Nodes, WyNodes
-from treewy.ops import PADDING
+from treewy._texts import Texts
 from treewy.passes import find_gdn_layers, redirect_layers
 
 
@@ -110,7 +110,7 @@ class Session:
         self.parents = None
 
     def round(
-        self, token_ids: Tensor, parents: Tensor, decoding: Decoding, texts: list[Tensor], draft: DraftTree
+        self, token_ids: Tensor, parents: Tensor, decoding: Decoding, texts: Texts, draft: DraftTree
     ) -> tuple[Emission, int]:
         """Verify a tree, let a decoding choose, and commit; return what is emitted, and the bytes kept meanwhile.
 
@@ -172,9 +172,3 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"the model lies on several devices {sorted(devices)}; put it on one")
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError("gradient checkpointing in training mode keeps no cache; call model.eval()")
-
-
-def pad_parents(parents: Tensor, num_nodes: Tensor) -> Tensor:
-    """Mark the nodes behind a row's own number of nodes [B] as padding."""
-    index = torch.arange(parents.shape[1], device=parents.device)
-    return torch.where(index < num_nodes[:, None], parents, PADDING)

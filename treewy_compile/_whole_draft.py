@@ -75,7 +75,7 @@ class WholeDraft:
     def start(self, last_tokens: Tensor) -> None:
         """Begin behind what is committed, and one token [B] more."""
         self._pending.fill_(1)
-        self._pending_tokens[:, 0] = self._known(last_tokens)
+        self._pending_tokens[:, 0] = _known(last_tokens, self._vocab_sizes[1])
 
     def propose(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of the tree [B, D], and in which rows [B] they come from logits that are NaN."""
@@ -84,7 +84,7 @@ class WholeDraft:
 
     def settle(self, token_ids: Tensor, num_tokens: Tensor) -> None:
         """Commit what was emitted of the last drafts: at most ``most_pending`` tokens [B, M], how many count [B]."""
-        self._emitted[:, : token_ids.shape[1]] = self._known(token_ids)
+        self._emitted[:, : token_ids.shape[1]] = token_ids
         self._num_emitted.copy_(num_tokens)
         self._settled()
 
@@ -92,9 +92,6 @@ class WholeDraft:
         """Let row ``i`` go on as row ``index[i]`` would."""
         self._pending.copy_(self._pending[index])
         self._pending_tokens.copy_(self._pending_tokens[index])
-
-    def _known(self, token_ids: Tensor) -> Tensor:
-        return torch.where(token_ids < self._vocab_sizes[1], token_ids, 0)
 
     @property
     def captured(self) -> tuple[Callable[[], Any], ...]:
@@ -127,9 +124,8 @@ class WholeDraft:
 
     def _settle(self) -> None:
         forward = self._forward
-        accepted, count, chain = self._learn(
-            forward.token_ids, forward.parents, self._pending, self._pending_tokens, self._emitted, self._num_emitted
-        )
+        nodes = forward.token_ids, forward.parents, self._pending, self._pending_tokens
+        accepted, count, chain = self._learn(*nodes, self._emitted, self._num_emitted, self._vocab_sizes[1])
         forward.accepted_node.copy_(accepted)
         forward.run_commit()
         self._pending.copy_(count)
@@ -174,8 +170,19 @@ def _most_probable(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return (of_parts.indices + start).flatten(-2).gather(-1, best.indices), best.values
 
 
+def _known(token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Replace tokens that the draft model does not have."""
+    return torch.where(token_ids < vocab_size, token_ids, 0)
+
+
 def _learn(
-    token_ids: Tensor, parents: Tensor, pending: Tensor, chain: Tensor, emitted: Tensor, num_emitted: Tensor
+    token_ids: Tensor,
+    parents: Tensor,
+    pending: Tensor,
+    chain: Tensor,
+    emitted: Tensor,
+    num_emitted: Tensor,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find what to commit, and what is pending then.
 
@@ -186,10 +193,12 @@ def _learn(
         chain: Their tokens [B, P].
         emitted: Tokens that were emitted since [B, P].
         num_emitted: How many of them count [B]; with none the root stays pending.
+        vocab_size: Of the draft model.
 
     Returns:
         The node to commit [B], how many tokens are pending then [B], and these [B, P].
     """
+    emitted = _known(emitted, vocab_size)
     accepted, after_root = emitted_node(token_ids, parents, pending, emitted, num_emitted)
     seen = torch.where(accepted < 0, 0, after_root + 1).clamp(min=0)
     index = torch.arange(emitted.shape[1], device=emitted.device)

@@ -155,16 +155,17 @@ class Subject:
         session.prefill(prompt, torch.ones_like(prompt))
         tokens, parents = torch.randint(0, 100, (batch, nodes), device=device), tree_of(nodes, batch, device)
         start = time.perf_counter()
-        forward, tree = session.prepare(tokens, parents, columns=prefix + 2 * _REPEATS * _CALLS)
+        forward = session.reserve(prefix + 2 * _REPEATS * _CALLS, nodes)
         session.stores.lengthen(prefix - prompt.shape[1])
         limits = torch.full((batch,), 1000, device=device), torch.empty(0, dtype=torch.int64, device=device)
         greedy = GreedyChoice(Scores(LogitsProcessorList(), batch))
         for _ in range(3):  # compiles, captures, replays
-            forward.round(*tree, *limits, greedy)
+            forward.round(tokens, parents, *limits, greedy)
         if self._checked is not model:
             seconds = time.perf_counter() - start
         graph = forward.round_graph
-        round_ms = median_ms((lambda: forward.round(*tree, *limits, greedy)) if graph is None else graph.replay, device)
+        run = (lambda: forward.round(tokens, parents, *limits, greedy)) if graph is None else graph.replay
+        round_ms = median_ms(run, device)
         num_launches = None if graph is None else launches(graph)
         session.close()
         num_experts = self._experts(prompt, tokens, parents)

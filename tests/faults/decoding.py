@@ -6,6 +6,7 @@ _DECODING = "treewy_compile/_decoding.py"
 _SAMPLING = "treewy_compile/_sampling.py"
 _SAMPLE = "ops/_sample.py"
 _ROUNDS = "treewy_compile/_rounds.py"
+_PLANTING = "treewy_compile/_planting.py"
 _EQUALITY = "tests/test_generate_equality.py::"
 _CONTRACT = "tests/test_generate_contract.py::"
 _CASES = "tests/test_cases.py::"
@@ -68,23 +69,23 @@ DECODING = [
     ),
     Fault(
         "rows that have ended are verified further",
-        _ROUNDS,
-        "torch.where(self.ended, 0, num_nodes + 1)",
-        "num_nodes + 1",
+        _PLANTING,
+        "if most < 0:\n        return [], 0",
+        "most = max(0, most)",
         (_EQUALITY + "test_rows_that_end_early_stay_as_they_are[qwen3_next]",),
     ),
     Fault(
         "a text may be one token too long",
         _DECODING,
-        "max(1, self._max_length - len(text))",
-        "max(1, self._max_length - len(text) + 1)",
+        "max(1, self._max_length - length)",
+        "max(1, self._max_length - length + 1)",
         (_EQUALITY + "test_no_more_tokens_than_asked_for_when_the_draft_is_longer[1-0-qwen3_next]",),
     ),
     Fault(
         "drafts go one token beyond the room that is left",
-        _ROUNDS,
-        "torch.where(depths(parents) < room[:, None], parents, PADDING)",
-        "torch.where(depths(parents) <= room[:, None], parents, PADDING)",
+        _PLANTING,
+        "-1 if has_ended else room - 1",
+        "-1 if has_ended else room",
         (_STATISTICS + "[None-cut to the room in the first round]",),
     ),
     Fault(
@@ -125,8 +126,8 @@ DECODING = [
     Fault(
         "a row does not count in the round that ends it",
         _ROUNDS,
-        "if not ended]\n        rows, depth",
-        "if not ended and not emission.on_host[row].ended]\n        rows, depth",
+        "enumerate(self.ended) if not ended]",
+        "enumerate(self.ended) if not ended and not emission.on_host[row].ended]",
         (_STATISTICS + "[None-cut by eos]",),
     ),
     Fault(
@@ -247,5 +248,19 @@ DECODING = [
         "refuse_unsound(sound)",
         "pass",
         (_COMPILED + "test_scores_that_are_no_distribution_raise_in_a_compiled_round_and_the_model_stays_usable",),
+    ),
+    Fault(
+        "a compiled round ends texts where those of the generation before ended",
+        "treewy_compile/_compiled_forward.py",
+        "if of_choice.eos_given is not eos:",
+        "if of_choice.eos_given is None:",
+        ("tests/test_compiled_rounds.py::test_a_text_ends_at_its_own_tokens",),
+    ),
+    Fault(
+        "what is written behind a text goes by its longest row",
+        "treewy_compile/_texts.py",
+        "self._counts = self._counts + num_tokens",
+        "self._counts = self._counts + max(counts)",
+        ("tests/test_texts.py::test_rows_are_the_prompt_and_what_was_added",),
     ),
 ]

@@ -6,7 +6,7 @@ _CONFIDENT = "tests/test_confident_drafts.py::"
 _SETTINGS = "tests/test_sampled_settings.py::"
 _ISOLATION = "tests/test_compile_isolation.py::"
 _COMPILED = "tests/test_compiled_drafts.py::"
-_ROUNDS = "treewy_compile/_rounds.py"
+_PLANTING = "treewy_compile/_planting.py"
 _FOLLOWS = _COMPILED + "test_drafts_follow_any_text"
 _ASSISTANT = "treewy_compile/_assistant.py"
 _ACCEPT = "treewy_compile/_accept.py"
@@ -157,9 +157,9 @@ DRAFTING = [
     ),
     Fault(
         "drafters are shown pads",
-        "treewy_compile/_rounds.py",
-        "self._real = [row[mask.bool()] for row, mask in rows]",
-        "self._real = [row for row, mask in rows]",
+        "treewy_compile/_texts.py",
+        "real = [row[of_row.bool()] for",
+        "real = [row for",
         ("tests/test_generate_inputs.py::test_a_drafter_is_shown_the_tokens_of_each_row_without_its_pads",),
     ),
     Fault(
@@ -217,16 +217,30 @@ DRAFTING = [
     Fault(
         "drafts on the device go on behind a text that others have continued",
         "treewy_compile/_drafting_on_device.py",
-        "return not self._has_proposed and bool((lengths == self._lengths).all())",
+        "return not self._has_proposed and lengths.tolist() == self._lengths",
         "return True",
         (_COMPILED + "test_drafts_may_be_mixed_with_those_of_others[update]",),
     ),
     Fault(
         "a known tree is verified whole where the text has no room for it",
-        _ROUNDS,
-        "[min(deepest, len(draft.known_levels))]",
-        "[-1]",
+        _PLANTING,
+        "most = [min(limit, len(draft.known_levels)) for limit in most]",
+        "most = [min(limit, 0) + len(draft.known_levels) for limit in most]",
         (_COMPILED + "test_trees_become_shallower_where_a_text_ends_and_drafters_can_be_pickled",),
+    ),
+    Fault(
+        "drafters are handed what the engine counts on",
+        "treewy_compile/_texts.py",
+        "self._counts.clone()",
+        "self._counts",
+        ("tests/test_texts.py::test_rows_are_the_prompt_and_what_was_added",),
+    ),
+    Fault(
+        "a known tree is planted as it was when the text had more room",
+        _PLANTING,
+        "or self._last[1] != most:",
+        "or False:",
+        ("tests/test_planting.py::test_a_tree_of_a_known_shape_is_planted_as_any_other_one",),
     ),
     Fault(
         "a level drafted on the device has the children of other nodes",

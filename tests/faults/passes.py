@@ -10,7 +10,7 @@ _MANY = "tests/test_many_compiled_rounds.py::test_hundreds_of_rounds_compile_not
 _MADE_UP = "tests/test_made_up_model.py::test_a_model_that_follows_the_pattern_gives_its_plain_text[aot_eager]"
 _CAPTURABLE = (
     "tests/test_capturable_rounds.py::"
-    "test_a_round_of_each_family_is_graphs_that_a_capture_takes_and_what_it_would_not_take_is_seen"
+    "test_a_round_that_chooses_in_any_way_is_graphs_that_a_capture_takes_and_what_it_would_not_take_is_seen"
 )
 _REFUSED = _BACKEND + "test_an_attention_that_a_tree_does_not_know_is_refused_by_name"
 
