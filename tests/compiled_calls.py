@@ -39,6 +39,16 @@ def cuda_calls(function: Callable[[], object]) -> dict[str, int]:
 
 
 @pytest.fixture
+def graphs_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let "aot_eager" run the rewritten graphs of Dynamo, for tests of what is around them.
+
+    AOTAutograd traces the operators' own code as well, which takes three times as long as all the rest of compiling.
+    """
+    lookup = torch._dynamo.lookup_backend
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: lookup("eager" if name == "aot_eager" else name))
+
+
+@pytest.fixture
 def nothing_compiled_is_kept() -> Iterator[None]:
     """Begin and end without what Dynamo compiled, and count from zero."""
     torch._dynamo.reset()

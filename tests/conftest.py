@@ -4,12 +4,20 @@ import pytest
 import torch
 from hypothesis import settings
 
-from compiled_calls import nothing_compiled_is_kept
+from compiled_calls import graphs_run_as_they_are, nothing_compiled_is_kept
 from contract import drafting, family
 from gpu_solves import nan_in_new_memory
 from refusals import compiled, model
 
-__all__ = ["compiled", "drafting", "family", "model", "nan_in_new_memory", "nothing_compiled_is_kept"]  # fixtures
+__all__ = [  # fixtures
+    "compiled",
+    "drafting",
+    "family",
+    "graphs_run_as_they_are",
+    "model",
+    "nan_in_new_memory",
+    "nothing_compiled_is_kept",
+]
 
 torch.set_num_threads(1)
 

@@ -1,14 +1,16 @@
 """Whole rounds on a GPU, without one: would a CUDA graph hold them? For a process of its own, as `fake_inductor.py`.
 
-    python tests/fake_round.py
+    python tests/fake_round.py NAMES
 
-compiles the round of a tiny model of each family (verify, greedy choice, commit) for tensors that only claim to be on a
-GPU, and prints how many graphs that makes and what is in the way of a capture, mostly in PyTorch's own opinion; then of
-rounds of one model that choose otherwise, and at last of a round that does what no capture allows.
+compiles the round of a tiny model of each of these families (verify, greedy choice, commit) for tensors that only claim
+to be on a GPU, and prints how many graphs that makes and what is in the way of a capture, mostly in PyTorch's own
+opinion. With "qwen3_next" go rounds of that model which choose otherwise, and with "what no capture allows" comes a
+round that does what no capture allows.
 """
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +43,7 @@ from transformers.generation.logits_process import (
 
 from fake_cuda import fake_cuda, obstacle
 from fake_inductor import SETTINGS, h200
-from models import BITWISE_EXPERTS, FAMILIES, MIXTURES, plain_model, random_tokens
+from models import BITWISE_EXPERTS, MIXTURES, plain_model, random_tokens
 from treewy._compiled_forward import CompiledForward
 from treewy._device_choice import DeviceChoice
 from treewy._draft_tree import Sampling
@@ -57,6 +59,8 @@ DTYPES = {"qwen3_5": torch.float32}
 """By family; the others in bfloat16. Its vision model has the same layers."""
 SCHEDULED = "qwen3_next_moe"
 """The family whose graphs go through Inductor as well, which takes long: layers of every kind, dense and experts."""
+CHOOSING = "qwen3_next"
+"""The family whose rounds choose in every way."""
 FORBIDDEN = "what no capture allows"
 WARPERS = LogitsProcessorList(
     [
@@ -204,8 +208,11 @@ def tiny_model(family: str) -> PreTrainedModel:
     return model
 
 
-def look_at_round(name: str, model: PreTrainedModel) -> Round:
-    """Compile a model's round behind a prompt of two rows; of the name FORBIDDEN one that no capture would take."""
+def look_at_rounds(name: str, choices: list[str], model: PreTrainedModel) -> dict[str, Any]:
+    """Compile a model's round behind a prompt of two rows; of the name FORBIDDEN one that no capture would take.
+
+    Then what is accepted by other choices, behind the same forward.
+    """
     session, prompt = Session(model), random_tokens(2, 7, seed=1)
     session.prefill(prompt, torch.ones_like(prompt))
     layers = find_gdn_layers(model), find_attention_layers(model)
@@ -232,11 +239,15 @@ def look_at_round(name: str, model: PreTrainedModel) -> Round:
         if name == FORBIDDEN:
             commit = forward._commit
             forward._commit = lambda *args: commit(*args[:-1], args[-1] + 0)
-        of_choice = forward._round_of(choice_of(name), 0)
-        forward._round(of_choice)
-        with Beside(seen):
+        results = {}
+        for choice in (name, *choices):
+            seen.graphs, seen.obstacles = 0, []
+            of_choice = forward._round_of(choice_of(choice), 0)
             forward._round(of_choice)
-    return seen
+            with Beside(seen):
+                forward._round(of_choice)
+            results[choice] = {"graphs": seen.graphs, "obstacles": seen.obstacles}
+    return results
 
 
 def _main() -> None:
@@ -244,11 +255,10 @@ def _main() -> None:
         print(json.dumps({"skip": reason}))
         return
     results = {}
-    for name in (*FAMILIES, *CHOICES, FORBIDDEN):
-        family = name if name in FAMILIES else "qwen3_next"
+    for name in sys.argv[1:]:
+        family = CHOOSING if name == FORBIDDEN else name
         model = tiny_model(family).to(DTYPES.get(family, torch.bfloat16))
-        seen = look_at_round(name, model)
-        results[name] = {"graphs": seen.graphs, "obstacles": seen.obstacles}
+        results |= look_at_rounds(name, [*CHOICES] if name == CHOOSING else [], model)
     print(json.dumps(results))
 
 

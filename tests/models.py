@@ -93,6 +93,7 @@ _LAYOUTS = {
     "equal heads": {"linear_num_key_heads": 3, "linear_num_value_heads": 3},
     "one key head": {"linear_num_key_heads": 1, "linear_num_value_heads": 4},
     "wide keys": {"linear_key_head_dim": 14, "linear_value_head_dim": 6},
+    "short": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }
 _OLMO_HEADS = {  # values are twice as wide as keys, and there are as many heads of either
     "linear_num_key_heads": 5,

@@ -36,9 +36,11 @@ def eight_tokens(seed: int) -> PreTrainedModel:
     config.update(smaller)
     model = type(plain)(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        elif name.endswith("A_log"):  # transformers draws it from PyTorch's own generator
+            parameter.copy_(torch.log(0.02 + 0.3 * torch.rand(parameter.shape, generator=generator)))
     return model
 
 

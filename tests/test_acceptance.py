@@ -14,7 +14,7 @@ from models import FAMILIES, fresh_model, greedy, left_padded, noisy_copy, plain
 from treewy import AssistantDrafter, Drafter, DraftTree
 from treewy._draft_tree import parents_from_widths
 
-NEW = 24
+NEW = 16
 
 
 class WithoutMemory(Drafter):

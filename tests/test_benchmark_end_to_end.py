@@ -16,6 +16,8 @@ import treewy
 from benchmarks import Counting, load_benchmark
 from treewy import AssistantDrafter, Drafter
 
+pytestmark = pytest.mark.usefixtures("graphs_run_as_they_are")
+
 FOLDER = Path(__file__).parents[1] / "examples" / "benchmarks"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import load_benchmark
 
+pytestmark = pytest.mark.usefixtures("graphs_run_as_they_are")
+
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:

@@ -7,6 +7,9 @@ from own_process import results_of
 
 pytest.importorskip("triton", reason="kernels need the triton package")
 
+FAMILY = "qwen3_next"
+FORBIDDEN = "what no capture allows"
+
 GRAPHS = 5
 """Of a round of two layers: each layer with what comes before it, the head, what is accepted, and the commit."""
 
@@ -30,12 +33,19 @@ SEEN_IN_THE_CONTROL = {
 }
 
 
-def test_a_round_of_each_family_is_graphs_that_a_capture_takes_and_what_it_would_not_take_is_seen() -> None:
+def test_a_round_that_chooses_in_any_way_is_graphs_that_a_capture_takes_and_what_it_would_not_take_is_seen() -> None:
     """Nothing waits for the host, has a shape that depends on numbers, is on the CPU, or runs beside the graphs."""
-    results = results_of("fake_round.py")
-    control = results.pop("what no capture allows")
+    results = results_of("fake_round.py", FAMILY, FORBIDDEN)
+    control = results.pop(FORBIDDEN)
     filtered = results.pop("a mask that decides where scores are set")
-    assert results.keys() == {*FAMILIES, *CHOICES}
-    assert all(result == {"graphs": GRAPHS, "obstacles": []} for result in results.values())
+    assert results.pop(FAMILY) == {"graphs": GRAPHS, "obstacles": []}
+    assert results.keys() == {*CHOICES}
+    assert all(result == {"graphs": 1, "obstacles": []} for result in results.values())  # of what is accepted
     assert set(filtered["obstacles"]) == {"unsafe: aten.index_put.default"}
     assert set(control["obstacles"]) >= SEEN_IN_THE_CONTROL
+
+
+def test_a_round_of_each_other_family_is_graphs_that_a_capture_takes() -> None:
+    others = [family for family in FAMILIES if family != FAMILY]
+    results = results_of("fake_round.py", *others)
+    assert results == {family: {"graphs": GRAPHS, "obstacles": []} for family in others}

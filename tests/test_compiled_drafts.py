@@ -1,8 +1,15 @@
-"""Draft models behind a compiled backend: what they propose, and that a tree may grow level by level."""
+"""Draft models behind a compiled backend: what they propose, and that a tree may grow level by level.
+
+Models have two layers but where a tree grows, and graphs run as they are but for one case of each of these two.
+"""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +37,7 @@ from treewy.ops import depths
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
 
+SMALL = "qwen3_next short"
 PROMPT, MASK = left_padded([7, 4], seed=3)
 
 
@@ -50,8 +58,12 @@ def committed(session: Session, tokens: Tensor, parents: Tensor, accepted: Tenso
     ("family", "commit"),
     [("qwen3_next", "deferred"), ("qwen3_next", "fused"), ("olmo_hybrid", "deferred"), ("qwen3", "deferred")],
 )
-def test_a_tree_grows_by_levels_as_in_the_eager_engine(family: str, commit: str) -> None:
+def test_a_tree_grows_by_levels_as_in_the_eager_engine(
+    family: str, commit: str, request: pytest.FixtureRequest
+) -> None:
     """Over more rounds than a ring has room for, with rows that commit nothing, and with rows in another order."""
+    if family != "qwen3_next":
+        request.getfixturevalue("graphs_run_as_they_are")
     model = fresh_model(family)
     compiled, eager = CompiledSession(CompiledTarget(model, "aot_eager", commit), num_nodes=9), Session(model)
     for session in (compiled, eager):
@@ -71,9 +83,13 @@ def test_a_tree_grows_by_levels_as_in_the_eager_engine(family: str, commit: str)
 
 
 @pytest.mark.parametrize(("kind", "tree"), [("gdn", (3, 2, 1)), ("attention", (1, 1, 1))])
-def test_compiled_drafts_are_those_of_the_eager_engine(kind: str, tree: tuple[int, ...]) -> None:
-    model = fresh_model("qwen3_5")
-    draft = noisy_copy(plain_model("qwen3_5"), 0.3) if kind == "gdn" else draft_with_embeddings_of(model)
+def test_compiled_drafts_are_those_of_the_eager_engine(
+    kind: str, tree: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    if kind != "gdn":
+        request.getfixturevalue("graphs_run_as_they_are")
+    model = fresh_model("qwen3_5 short")
+    draft = noisy_copy(plain_model("qwen3_5 short"), 0.3) if kind == "gdn" else draft_with_embeddings_of(model)
     plain = greedy(model, PROMPT, MASK, 20).tolist()
     seen = []
     for backend in ("eager", "aot_eager"):
@@ -89,7 +105,8 @@ def test_compiled_drafts_are_those_of_the_eager_engine(kind: str, tree: tuple[in
     assert graphs() == before
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+@pytest.mark.usefixtures("graphs_run_as_they_are")
+@pytest.mark.parametrize("family", ["qwen3_5 short", "olmo_hybrid short"])
 def test_a_model_drafts_for_itself(family: str) -> None:
     """And agrees with itself: whatever its stores hold wrong would be a draft that is rejected."""
     model = fresh_model(family)
@@ -101,8 +118,33 @@ def test_a_model_drafts_for_itself(family: str) -> None:
     assert output.speculation.mean_accepted_length == 4
 
 
+@pytest.mark.usefixtures("graphs_run_as_they_are")
+def test_stores_of_a_draft_model_are_given_up_with_the_text() -> None:
+    """Not once Python looks for cycles, for it does not see how large they are."""
+    model, draft = fresh_model(SMALL), fresh_model(SMALL, seed=1)
+    treewy.compile(model, backend="aot_eager")
+    sessions = []
+    opened = CompiledDrafts.open
+
+    def noted(self: CompiledDrafts, *args: Any) -> Session:
+        session = opened(self, *args)
+        sessions.append(weakref.ref(session))
+        return session
+
+    with mock.patch.object(CompiledDrafts, "open", noted):
+        speculative(model, PROMPT, MASK, max_new_tokens=5, assistant_model=draft, draft_tree=(1, 1))  # compiles
+        gc.collect()
+        gc.disable()
+        try:
+            speculative(model, PROMPT, MASK, max_new_tokens=5, assistant_model=draft, draft_tree=(1, 1))
+            assert [session() for session in sessions] == [None, None]
+        finally:
+            gc.enable()
+
+
+@pytest.mark.usefixtures("graphs_run_as_they_are")
 def test_a_draft_model_that_was_compiled_itself_runs_as_it_was_told() -> None:
-    model, draft = fresh_model("qwen3_next"), fresh_model("qwen3_next", seed=1)
+    model, draft = fresh_model(SMALL), fresh_model(SMALL, seed=1)
     treewy.compile(draft, backend="eager")
     treewy.compile(model, backend="aot_eager")
     speculative(model, PROMPT, MASK, max_new_tokens=5, assistant_model=draft, draft_tree=(1, 1))
@@ -113,8 +155,9 @@ def test_a_draft_model_that_was_compiled_itself_runs_as_it_was_told() -> None:
     assert [size.rows for size in draft.generate.compiled_sizes()] == [2]
 
 
+@pytest.mark.usefixtures("graphs_run_as_they_are")
 def test_a_draft_model_that_cannot_be_compiled_drafts_in_eager_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, draft = fresh_model("qwen3_next"), fresh_model("qwen3", seed=1)
+    model, draft = fresh_model(SMALL), fresh_model("qwen3", seed=1)
     forward = type(draft).forward
 
     def without_more(
@@ -156,10 +199,11 @@ def drafter_of(draft: PreTrainedModel, levels: tuple[int, ...], backend: str, ro
     return drafter
 
 
+@pytest.mark.usefixtures("graphs_run_as_they_are")
 @pytest.mark.parametrize("levels", [(2, 2), (1,)])
 def test_drafts_follow_any_text(levels: tuple[int, ...]) -> None:
     """Texts that take all of a draft, a part, none of it, that stand still, or go on for longer than a draft could."""
-    draft, rows = plain_model("qwen3_next"), 3
+    draft, rows = plain_model(SMALL), 3
     drafters = [drafter_of(draft, levels, backend, rows) for backend in ("eager", "aot_eager")]
     random = torch.Generator().manual_seed(5)
     texts = [torch.randint(2, 30, (length,), generator=random) for length in (9, 5, 7)]
@@ -211,9 +255,10 @@ class Mixed(treewy.Drafter):
         self._drafter.reset()
 
 
+@pytest.mark.usefixtures("graphs_run_as_they_are")
 @pytest.mark.parametrize("left_out", ["propose", "update"])
 def test_drafts_may_be_mixed_with_those_of_others(left_out: str) -> None:
-    model, same = fresh_model("qwen3_next"), plain_model("qwen3_next")
+    model, same = fresh_model(SMALL), plain_model(SMALL)
     seen = []
     for backend in ("eager", "aot_eager"):
         treewy.compile(model, backend=backend)
@@ -223,18 +268,20 @@ def test_drafts_may_be_mixed_with_those_of_others(left_out: str) -> None:
     assert seen[0].rounds == seen[1].rounds
 
 
+@pytest.mark.usefixtures("graphs_run_as_they_are")
 def test_trees_become_shallower_where_a_text_ends_and_drafters_can_be_pickled() -> None:
-    model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager", max_cache_len=16)
+    model = treewy.compile(fresh_model(SMALL), backend="aot_eager", max_cache_len=16)
     prompt = PROMPT[:1, :6]
-    drafter = treewy.AssistantDrafter(plain_model("qwen3_next"), (1,) * 5)
+    drafter = treewy.AssistantDrafter(plain_model(SMALL), (1,) * 5)
     output = speculative(model, prompt, torch.ones_like(prompt), max_new_tokens=10, drafter=drafter)
     assert output.sequences.shape == (1, 16)
     assert pickle.loads(pickle.dumps(drafter)).__dict__.keys() == vars(drafter).keys()
 
 
+@pytest.mark.usefixtures("graphs_run_as_they_are")
 def test_a_draft_model_that_cannot_be_traced_drafts_in_eager_and_says_so_once() -> None:
     """Here because of its soft cap, which only its attention tells."""
-    model = fresh_model("qwen3_next")
+    model = fresh_model(SMALL)
     size = model.config.vocab_size
     config = Gemma2Config(
         vocab_size=size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -262,8 +309,9 @@ def drafted_path(tree: treewy.DraftTree, row: int, depth: int) -> Tensor:
     return torch.tensor(path, dtype=torch.int64)
 
 
+@pytest.mark.usefixtures("graphs_run_as_they_are")
 def test_a_draft_model_whose_logits_are_nan_is_refused_by_name() -> None:
-    model, draft = fresh_model("qwen3_next"), fresh_model("qwen3_next", seed=1)
+    model, draft = fresh_model(SMALL), fresh_model(SMALL, seed=1)
     draft.get_output_embeddings().weight.fill_(float("nan"))
     treewy.compile(model, backend="aot_eager")
     with pytest.raises(ValueError, match="draft model Qwen3NextForCausalLM gave logits that are NaN"):

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
 GDN, ATTENTION = ("tree_conv", "tree_wy_verify_"), ("tree_attention",)
 
 
-def compiled_quickly() -> PreTrainedModel:
+def compiled_quickly(family: str = "qwen3_next") -> PreTrainedModel:
     """A compiled model whose rewritten graphs run as they are."""
-    model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager", commit="fused")
+    model = treewy.compile(fresh_model(family), backend="aot_eager", commit="fused")
     model.generate.target = CompiledTarget(model, "eager", "fused")
     return model
 
@@ -57,7 +57,7 @@ def test_layers_are_matched_and_nothing_changes(compiled: bool) -> None:
 
 
 def test_what_is_compiled_is_listed_with_the_operators_of_its_graph() -> None:
-    model = compiled_quickly()
+    model = compiled_quickly("qwen3_next short")
     assert treewy.explain(model).compiled == ()
     generate(model)
     generate(model, rows=1, max_new_tokens=2, prompt_lookup_num_tokens=20)
@@ -159,10 +159,10 @@ def test_what_is_captured_again_is_logged_with_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        CompiledForward, "_captured", lambda self, function, what: CapturedInName(function, torch.device("cpu"), what)
+        CompiledForward, "captured", lambda self, function, what: CapturedInName(function, torch.device("cpu"), what)
     )
     monkeypatch.setattr("treewy._static_stores._COLUMNS", 64)
-    model = compiled_quickly()
+    model = compiled_quickly("qwen3_next short")
     weight = model.get_output_embeddings().weight
     caplog.set_level(logging.INFO, "treewy._compiled_session")
 

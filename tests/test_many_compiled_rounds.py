@@ -15,7 +15,7 @@ from treewy.testing._proposals import random_proposal
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
 
-FAMILY = "qwen3_next"
+FAMILY = "qwen3_next short"
 ROUNDS = 500
 LOOK_EVERY = 10
 MOST_NODES = 15  # drafts and root: one compiled forward, and another one for rounds without a draft
@@ -34,7 +34,7 @@ class Followed:
 
     def __call__(self, rounds: Rounds) -> None:
         self.rounds += rounds.session.has_begun
-        if self.rounds % LOOK_EVERY == 0 or bool(rounds.ended.all()):
+        if self.rounds % LOOK_EVERY == 0 or rounds.all_ended:
             self._follow(rounds)
 
 

@@ -46,7 +46,7 @@ def test_a_compilation_shows_its_steps_and_clears_them(
     monkeypatch: pytest.MonkeyPatch, nothing_compiled_is_kept: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = terminal_of(monkeypatch)
-    model = treewy.compile(fresh_model("qwen3_next"), backend="aot_eager")
+    model = treewy.compile(fresh_model("qwen3_next short"), backend="aot_eager")
     model.generate.target = CompiledTarget(model, "eager", "deferred")
     streams = sys.stdout, sys.stderr
     model.generate(random_tokens(1, 6, seed=1), prompt_lookup_num_tokens=3, max_new_tokens=4, do_sample=False)
