@@ -29,6 +29,11 @@ def stats_of(model: PreTrainedModel, **options: Any) -> treewy.SpeculationStats:
     return stats
 
 
+def graphs() -> int:
+    """How many graphs Dynamo has made since ``nothing_compiled_is_kept``."""
+    return int(counters["stats"]["unique_graphs"])
+
+
 def cuda_calls(function: Callable[[], object]) -> dict[str, int]:
     """How often each function of CUDA is called meanwhile."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

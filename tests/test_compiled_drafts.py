@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from transformers import Gemma2Config, Gemma2ForCausalLM, LogitsProcessorList, PreTrainedModel
 
 import treewy
+from compiled_calls import graphs
 from models import (
     draft_with_embeddings_of,
     fresh_model,
@@ -39,10 +39,6 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
 
 SMALL = "qwen3_next short"
 PROMPT, MASK = left_padded([7, 4], seed=3)
-
-
-def graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
 
 
 def committed(session: Session, tokens: Tensor, parents: Tensor, accepted: Tensor) -> Tensor:

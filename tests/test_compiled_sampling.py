@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import (
     EtaLogitsWarper,
@@ -22,6 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 import treewy
+from compiled_calls import graphs
 from contract import NEW, THREE, THREE_MASK
 from distributions import p_value
 from models import fresh_model, greedy, plain_model
@@ -35,10 +35,6 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled_is_kept")
 
 SMALL = "qwen3_next short"
 ASSISTED = {"prompt_lookup_num_tokens": 3}
-
-
-def graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from compiled_calls import cuda_calls
+from compiled_calls import cuda_calls, graphs
 from models import fresh_model, left_padded, new_tokens, plain_model
 from scripted_stores import Script, play_script
-from test_compiled_rounds import GRAPHS, CompiledStoresFollow, graphs
+from test_compiled_rounds import GRAPHS, CompiledStoresFollow
 from treewy._compiled_session import CompiledSession, CompiledTarget
 from treewy._rounds import Rounds
 from treewy.testing import NOTHING, perfect

@@ -15,7 +15,7 @@ from treewy._drafters import DraftingContext
 from treewy._drafting_on_device import DraftingOnDevice
 from treewy._sampling import draw, draw_without_replacement
 from treewy._session import Session
-from treewy._whole_draft import WholeDraft
+from treewy._whole_draft import WholeDraft, known
 from treewy.ops import PADDING
 from treewy.ops._launch import LARGEST_TREE
 
@@ -211,7 +211,7 @@ class AssistantDrafter:
         seen = lengths - 1 if on_device else lengths
         size = int(seen.max())
         source = torch.arange(size, device=tokens.device) - (size - seen[:, None])  # pads go to the left
-        prompt = self._known(tokens.gather(1, source.clamp(min=0)))
+        prompt = known(tokens.gather(1, source.clamp(min=0)), self._vocab_size)
         self._prompt_logits = session.prefill(prompt, source >= 0)[:, None]
         self._session = session
         if isinstance(session, CompiledSession):
@@ -265,11 +265,7 @@ class AssistantDrafter:
     def _extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         assert self._session is not None
         self._node_tokens.append(token_ids)
-        return self._session.extend(self._known(token_ids), parents)
-
-    def _known(self, token_ids: Tensor) -> Tensor:
-        """Replace tokens that only the target's larger, padded vocabulary has."""
-        return torch.where(token_ids < self._vocab_size, token_ids, 0)
+        return self._session.extend(known(token_ids, self._vocab_size), parents)
 
     def _settle(self, emitted: Tensor, num_emitted: Tensor) -> None:
         """Commit the nodes that were emitted: pending ones, and the drafts that agree with ``emitted`` [B, M]."""

@@ -75,7 +75,7 @@ class WholeDraft:
     def start(self, last_tokens: Tensor) -> None:
         """Begin behind what is committed, and one token [B] more."""
         self._pending.fill_(1)
-        self._pending_tokens[:, 0] = _known(last_tokens, self._vocab_sizes[1])
+        self._pending_tokens[:, 0] = known(last_tokens, self._vocab_sizes[1])
 
     def propose(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of the tree [B, D], and in which rows [B] they come from logits that are NaN."""
@@ -170,8 +170,8 @@ def _most_probable(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return (of_parts.indices + start).flatten(-2).gather(-1, best.indices), best.values
 
 
-def _known(token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Replace tokens that the draft model does not have."""
+def known(token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Replace tokens that only the target's larger, padded vocabulary has."""
     return torch.where(token_ids < vocab_size, token_ids, 0)
 
 
@@ -198,7 +198,7 @@ def _learn(
     Returns:
         The node to commit [B], how many tokens are pending then [B], and these [B, P].
     """
-    emitted = _known(emitted, vocab_size)
+    emitted = known(emitted, vocab_size)
     accepted, after_root = emitted_node(token_ids, parents, pending, emitted, num_emitted)
     seen = torch.where(accepted < 0, 0, after_root + 1).clamp(min=0)
     index = torch.arange(emitted.shape[1], device=emitted.device)

@@ -254,7 +254,7 @@ DECODING = [
         "treewy_compile/_compiled_forward.py",
         "if of_choice.eos_given is not eos:",
         "if of_choice.eos_given is None:",
-        ("tests/test_compiled_rounds.py::test_a_text_ends_at_its_own_tokens",),
+        ("tests/test_compiled_reuse.py::test_a_text_ends_at_its_own_tokens",),
     ),
     Fault(
         "what is written behind a text goes by its longest row",

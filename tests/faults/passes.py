@@ -37,7 +37,7 @@ PASSES = [
         "passes/_backend.py",
         "        refuse_waiting(graph_module.graph)\n",
         "",
-        (_ROUNDS + "test_what_waits_for_the_host_is_refused_by_name",),
+        ("tests/test_compiled_refusals.py::test_what_waits_for_the_host_is_refused_by_name",),
     ),
     Fault(
         "layers that differ in a number count as alike",
@@ -191,7 +191,7 @@ PASSES = [
         "treewy_compile/_compiled_session.py",
         "                self._free.remove(fitting[-1])\n",
         "                pass\n",
-        (_ROUNDS + "test_a_generation_within_another_has_stores_of_its_own",),
+        ("tests/test_compiled_reuse.py::test_a_generation_within_another_has_stores_of_its_own",),
     ),
     Fault(
         "a compiled commit leaves positions",
